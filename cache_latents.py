@@ -77,20 +77,10 @@ class Config:
     dataloader_num_workers: Annotated[int, AtLeast(0)] = 0
 
 
-def check_flags(config):
-    """Raise a ValueError for flags that contradict each other."""
-    if config.mask_column and not config.cache_masks:
-        raise ValueError(f"--mask_column {config.mask_column} goes with --cache_masks; add it")
-    if config.train_batch_size != Config.train_batch_size and config.aspect_ratio_buckets is None:
-        raise ValueError(
-            f"--train_batch_size {config.train_batch_size} goes with --aspect_ratio_buckets; "
-            "--batch_size is the number of pairs that are encoded at once"
-        )
-
-
 def run(config):
     """Write the latents of all pairs."""
-    check_flags(config)
+    if config.mask_column and not config.cache_masks:
+        raise ValueError(f"--mask_column {config.mask_column} goes with --cache_masks; add it")
     vae_flag = {"pretrained_vae_model_name_or_path": "vae"}
     config = with_single_files(config, "pretrained_model_name_or_path", **vae_flag)
     shards = "*.parquet" if len(config.train_data_dir) == 1 else "**/*.parquet"

@@ -29,7 +29,6 @@ student) and once backward.
 Papers: Latent Consistency Models (arXiv 2310.04378), LCM-LoRA (arXiv 2311.05556).
 """
 
-import json
 import logging
 import shlex
 from dataclasses import dataclass
@@ -308,18 +307,18 @@ def distill_step(state, frozen, batch, base_rng, *, teacher, tx, axes, max_grad_
 
 def check_teacher(source):
     """Raise a ValueError unless a model, a directory or SingleFile, can be distilled."""
-    given = f"--pretrained_model_name_or_path {source}"
     if not isinstance(source, SingleFile) and not Path(source, "unet").is_dir():
         raise ValueError(
-            f"{given} is not a pipeline directory with unet/; train a model, or get one with "
-            "hf download OWNER/NAME --local-dir DIR"
+            f"--pretrained_model_name_or_path {source} is not a pipeline directory with unet/; "
+            "train a model, or get one with hf download OWNER/NAME --local-dir DIR"
         )
     name = pipeline_class(source).torch_class_name
     scheduler = class_name(FlaxLCMScheduler.load_config(source, subfolder="scheduler"))
     if "InstructPix2Pix" not in name or scheduler in EDM_CLASSES:
         raise ValueError(
-            f"{given} is a {name} with {scheduler}; LCM distils InstructPix2Pix models with "
-            "timesteps, which flax_train_instruct_pix2pix.py trains (not CosXL)"
+            f"--pretrained_model_name_or_path {source} is a {name} with {scheduler}; LCM distils "
+            "InstructPix2Pix models with timesteps, which flax_train_instruct_pix2pix.py trains "
+            "(not CosXL)"
         )
 
 
@@ -360,53 +359,30 @@ def save_model(config: Config, pipeline, lora, metrics):
         metrics: last row of metrics.jsonl.
     """
     output_dir = Path(config.output_dir)
-    introduction = introduce(config, pipeline.torch_class_name)
+    teacher, R = shlex.quote(str(config.pretrained_model_name_or_path)), config.resolution
+    introduction = f"""\
+Edits images in 2 to 8 steps: an LCM-LoRA of the InstructPix2Pix model `{teacher}`, distilled with
+guidance scale {config.guidance_scale:g} and image guidance scale {config.image_guidance_scale:g}.
+
+## Use
+
+On TPU, GPU or CPU, with `edit_cli.py` from the scripts that distilled the model:
+
+```sh
+python edit_cli.py --model {teacher} --lora {shlex.quote(config.output_dir)} \\
+    --resolution {R} --input in.jpg --edit "make it red" --output out.png
+```
+
+With PyTorch, open the model as a {pipeline.torch_class_name}, set its scheduler to
+`LCMScheduler.from_config(pipeline.scheduler.config)`, call `pipeline.load_lora_weights`, and edit
+with 4 steps and both guidance scales 1.
+"""
     write_readme(config, config.output_dir, introduction, metrics, tags=("lora", "lcm"))
     scales = dict(guidance_scale=1.0, image_guidance_scale=1.0)
     write_defaults(output_dir, **scales, num_inference_steps=4, scheduler="lcm")
     (output_dir / INDEX_NAME).unlink(missing_ok=True)  # of a replaced model
     save_lora(output_dir / LORA_FILE, lora, **lora_options(config))
     print(f"saved {output_dir}; sample with --scheduler lcm and both guidance scales 1")
-
-
-def introduce(config: Config, pipeline_class):
-    """Markdown for the model card: what the LoRA does and how to use it.
-
-    Args:
-        config: of the run.
-        pipeline_class: the PyTorch class of the teacher.
-    """
-    teacher, R = config.pretrained_model_name_or_path, config.resolution
-    opens = "from_single_file" if isinstance(teacher, SingleFile) else "from_pretrained"
-    size = f", height={R}, width={R}" if "XL" in pipeline_class else ""
-    return f"""\
-Edits images in 2 to 8 steps: an LCM-LoRA of the InstructPix2Pix model `{teacher}`, distilled with
-guidance scale {config.guidance_scale:g} and image guidance scale {config.image_guidance_scale:g}.
-
-## Use
-
-```python
-import torch
-from diffusers import LCMScheduler, {pipeline_class}
-from diffusers.utils import load_image
-
-pipeline = {pipeline_class}.{opens}(
-    {json.dumps(teacher)}, dtype=torch.float16
-)
-pipeline.scheduler = LCMScheduler.from_config(pipeline.scheduler.config)
-pipeline.load_lora_weights({json.dumps(config.output_dir)})
-options = dict(num_inference_steps=4, guidance_scale=1, image_guidance_scale=1{size})
-edited = pipeline.to("cuda")("make it red", load_image("in.jpg"), **options).images[0]
-edited.save("out.png")
-```
-
-On TPU, GPU or CPU, with `edit_cli.py` from the scripts that distilled the model:
-
-```sh
-python edit_cli.py --model {shlex.quote(teacher)} --lora {shlex.quote(config.output_dir)} \\
-    --resolution {R} --input in.jpg --edit "make it red" --output out.png
-```
-"""
 
 
 def distill(config: Config):

@@ -25,10 +25,9 @@ Paper: EDM2 (arXiv 2312.02696), section 3.
 import logging
 import re
 import shutil
-import sys
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
@@ -49,7 +48,7 @@ from diffusers_flax.training.models import load_models, params_beside_unet
 from diffusers_flax.training.output import write_model
 
 SNAPSHOT_NAME = re.compile(r"(\d+)-(0\.\d+)")  # STEP-SIGMA
-LARGEST_ERROR = 0.1  # of the profile; above it there is a warning
+LARGEST_ERROR = 0.1  # of the profile; above it the line says so
 
 
 @dataclass(frozen=True)
@@ -64,27 +63,15 @@ class Config:
     overwrite_output_dir: bool = False  # replace an existing model; other files are not changed
 
 
-class Snapshot(NamedTuple):
-    """A tracked average at a step."""
-
-    step: int
-    sigma_rel: float
-    folder: Path
-
-
 def find_snapshots(train_output_dir, last_step=None):
-    """The snapshots of a run up to a step.
-
-    Args:
-        train_output_dir: has the snapshots in ema_snapshots/STEP-SIGMA.
-        last_step: a step that has snapshots; None: the last.
+    """The snapshots of a run up to a step, by default the last.
 
     Returns:
-        List of Snapshot, sorted by step and length.
+        List of (step, sigma_rel, directory), sorted.
     """
     parent = Path(train_output_dir, "ema_snapshots")
     snapshots = sorted(
-        Snapshot(int(match[1]), float(match[2]), folder)
+        (int(match[1]), float(match[2]), folder)
         for folder in parent.glob("*")
         if (match := SNAPSHOT_NAME.fullmatch(folder.name))
     )
@@ -92,27 +79,21 @@ def find_snapshots(train_output_dir, last_step=None):
         raise ValueError(
             f"{parent} has no snapshots; give the --output_dir of a training run with --ema power"
         )
-    steps = sorted({snapshot.step for snapshot in snapshots})
+    steps = sorted({step for step, *_ in snapshots})
     if last_step is not None and last_step not in steps:
         raise ValueError(
             f"--step {last_step} has no snapshots; choose from {', '.join(map(str, steps))}"
         )
-    return [x for x in snapshots if x.step <= (last_step or steps[-1])]
+    return [x for x in snapshots if x[0] <= (last_step or steps[-1])]
 
 
 def sum_snapshots(folders, weights, description):
-    """The weighted sum of UNets, tensor by tensor.
+    """The weighted sum of UNets, {PyTorch name: float32 array}.
 
     Args:
         folders: UNet directories with the same tensors.
         weights: one number for each.
         description: of the progress bar.
-
-    Returns:
-        {PyTorch name: float32 array}.
-
-    Raises:
-        ValueError: a snapshot lacks tensors, or the sum is not finite.
     """
     total = {}
     with tqdm(zip(folders, weights), description, len(folders), unit="snapshot") as bar:
@@ -126,34 +107,19 @@ def sum_snapshots(folders, weights, description):
             if total and terms.keys() != total.keys():
                 raise ValueError(f"the snapshot {folder} is incomplete; copy it again")
             total = {key: total[key] + term for key, term in terms.items()} if total else terms
-    if broken := [key for key, array in total.items() if not np.isfinite(array).all()]:
-        raise ValueError(
-            f"the average is not finite in {len(broken)} tensors, such as {broken[0]}; end it at "
-            "an earlier --step"
-        )
     return total
 
 
-def save_average(config, snapshots, weights, sigma_rel, folder):
-    """Write the pipeline with the reconstructed UNet; other components are copied from the run.
-
-    Args:
-        config: Config.
-        snapshots: list of Snapshot.
-        weights: one number for each.
-        sigma_rel: for the progress bar.
-        folder: Path; see writing_pipeline.
-    """
+def save_average(config, folders, weights, sigma_rel, output_dir):
+    """Write a pipeline with the weighted sum of UNets; its other parts are copied from the run."""
     source = Path(config.train_output_dir)
-    with naming_full_disk(folder), writing_pipeline(folder) as new:
+    with naming_full_disk(output_dir), writing_pipeline(output_dir) as new:
         shutil.copy(source / "model_index.json", new)
         if (source / DEFAULTS_FILE).is_file():
             shutil.copy(source / DEFAULTS_FILE, new)
         for name, classes in read_json(source / "model_index.json").items():
             if isinstance(classes, list) and classes[0] is not None and name != "unet":
                 shutil.copytree(source / name, new / name)
-
-        folders = [snapshot.folder for snapshot in snapshots]
         tensors = sum_snapshots(folders, weights, f"sigma_rel {sigma_rel}")
         params = dict(torch_to_flax(key, array) for key, array in tensors.items())
         unet = FlaxUNet2DConditionModel.from_config(read_json(folders[0] / "config.json"))
@@ -171,8 +137,6 @@ def save_checkpoint(config):
         )
     ask_before_replacing("output_dir", output_dir, config.overwrite_output_dir)
     saved, step = read_json(run / "config.json"), int(checkpoint.name)
-    if "unet_model_name_or_path" not in saved:
-        raise ValueError(f"{run}/config.json is not of flax_train_instruct_pix2pix.py")
     saved = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
     saved |= dict(output_dir=output_dir, max_train_steps=step, num_train_epochs=None)
     saved |= dict(push_to_hub=False, save_raw_unet=False)
@@ -194,7 +158,7 @@ def save_averages(config):
     source, output_dir = Path(config.train_output_dir), Path(config.output_dir)
     folders = {sigma_rel: output_dir / str(sigma_rel) for sigma_rel in config.sigma_rel}
     if len(folders) == 1:
-        folders = {sigma_rel: config.output_dir for sigma_rel in folders}
+        folders = dict.fromkeys(folders, output_dir)
     for folder in folders.values():
         ask_before_replacing("output_dir", folder, config.overwrite_output_dir)
     snapshots = find_snapshots(source, config.step)
@@ -203,22 +167,15 @@ def save_averages(config):
             f"{source} has snapshots but no model_index.json, so the training is not finished; "
             "run the training command again to resume it"
         )
-    times = [snapshot.step for snapshot in snapshots]
-    gammas = [sigma_rel_to_gamma(snapshot.sigma_rel) for snapshot in snapshots]
+    times, lengths, unets = zip(*snapshots)
+    gammas = list(map(sigma_rel_to_gamma, lengths))
     print(f"{len(snapshots)} snapshots, steps {times[0]} to {times[-1]}")
     for sigma_rel, folder in folders.items():
-        target = (times[-1], sigma_rel_to_gamma(sigma_rel))
-        weights, error = posthoc_weights(times, gammas, *target)
-        print(f"sigma_rel {sigma_rel}: relative error of the profile {error:.2%}")
-        if error > LARGEST_ERROR:
-            print(
-                f"warning: these snapshots cannot give sigma_rel {sigma_rel} well; "
-                "choose one closer to the tracked lengths, or train with more snapshots",
-                file=sys.stderr,
-            )
-        folder = Path(folder).resolve()
-        save_average(config, snapshots, weights, sigma_rel, folder)
-        print(f"saved {folder}")
+        weights, error = posthoc_weights(times, gammas, times[-1], sigma_rel_to_gamma(sigma_rel))
+        poor = ": choose a length closer to the tracked ones" if error > LARGEST_ERROR else ""
+        print(f"sigma_rel {sigma_rel}: relative error of the profile {error:.2%}{poor}")
+        save_average(config, unets, weights, sigma_rel, folder.resolve())
+        print(f"saved {folder.resolve()}")
 
 
 def run(config):

@@ -263,7 +263,6 @@ def test_command_line(models, data, tmp_path, lenient_optimizer, capsys):
     assert file.exists()
 
     card = (out / "README.md").read_text()
-    compile(card.split("```python\n")[1].split("```")[0], "card", "exec")
     words = shlex.split(card.split("```sh\n")[1].split("```")[0])
     assert words[:6] == ["python", "edit_cli.py", "--model", str(model), "--lora", str(out)]
     assert "guidance scale 3 and image guidance scale 1.4" in card and "](loss.png)" in card

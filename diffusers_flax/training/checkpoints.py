@@ -5,6 +5,7 @@ the run, a dict. orbax-checkpoint writes it in the background; incomplete ones h
 Only process 0 reads and writes. At SIGTERM all processes stop after the same step.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -85,10 +86,8 @@ class Checkpoints:
         wait_for_all("process 0 has read")
         if self.path:
             before, now = (x["max_train_steps"] for x in (self.record["identity"], self.identity))
-            line = f"resuming after step {self.start_step}"
-            if (n := self.record["num_devices"]) != jax.device_count():
-                line += f", which ran on {n} device(s)"
-            print(line + (f"; the run had {before} steps and has {now}" if before != now else ""))
+            length = f"; the run had {before} steps and has {now}" if before != now else ""
+            print(f"resuming after step {self.start_step}{length}")
             if self.num_averages > due:
                 print("the checkpoint's average is dropped; its last weights are trained further")
         params = jax.eval_shape(lambda: params)
@@ -133,11 +132,18 @@ class Checkpoints:
 
         if self.manager is None:
             folder = Path(self.config.output_dir, CHECKPOINTS_DIR).resolve()
-            self.manager = open_manager(folder, self.config.checkpoints_total_limit)
+            folder.mkdir(parents=True, exist_ok=True)
+            handlers, this_process = make_handlers()
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=self.config.checkpoints_total_limit,
+                cleanup_tmp_directories=True,  # of killed processes
+                multiprocessing_options=this_process,
+                create=False,
+            )
+            self.manager = ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
             for later in [s for s in self.manager.all_steps() if s > self.start_step]:
                 self.manager.delete(later)
-        record = {"identity": self.identity, **reported}
-        record |= {"num_devices": jax.device_count(), "num_averages": len(averages)}
+        record = {"identity": self.identity, **reported, "num_averages": len(averages)}
         self.manager.save(
             step,
             args=ocp.args.Composite(
@@ -274,31 +280,14 @@ def make_handlers():
     return handlers, this_process
 
 
-def open_manager(folder, total_limit):
-    """Orbax's manager of the checkpoints in a directory; total_limit: newest ones to keep."""
-    import orbax.checkpoint as ocp
-
-    folder.mkdir(parents=True, exist_ok=True)
-    handlers, this_process = make_handlers()
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=total_limit,
-        cleanup_tmp_directories=True,  # of killed processes
-        multiprocessing_options=this_process,
-        create=False,
-    )
-    return ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
-
-
 def read_record(path):
     """Read the record of a checkpoint; path: its directory.
 
     Raises:
         ValueError: it is damaged.
     """
-    try:
+    with naming(path):
         return json.loads((path / "run" / "metadata").read_text())
-    except (OSError, ValueError) as error:
-        raise damaged(path, error) from error
 
 
 def read_arrays(path):
@@ -306,25 +295,24 @@ def read_arrays(path):
     import orbax.checkpoint as ocp
 
     handlers, _ = make_handlers()
-    try:
+    with naming(path):
         return handlers["state"].restore(path.resolve() / "state", args=ocp.args.PyTreeRestore())
+
+
+@contextlib.contextmanager
+def naming(path):
+    """A context whose errors name a damaged checkpoint."""
+    try:
+        yield
     except Exception as error:
-        raise damaged(path, error) from error
-
-
-def damaged(path, error):
-    """The error for a checkpoint that cannot be read."""
-    return ValueError(
-        f"checkpoint {path} cannot be read ({one_line(error, 200)}); remove it to resume from the "
-        "previous one"
-    )
+        raise ValueError(
+            f"checkpoint {path} cannot be read ({one_line(error, 200)}); remove it to resume from "
+            "the previous one"
+        ) from error
 
 
 def flatten_by_name(tree, path=()):
-    """Flatten a tree into a dict with names such as "opt_state/0/mu/conv_in/kernel".
-
-    path: of the tree in a larger one; its keys come first in the names.
-    """
+    """Flatten a tree into {"opt_state/0/mu/conv_in/kernel": array, ...}; path: prefix of names."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     keystr = partial(jax.tree_util.keystr, simple=True, separator="/")
     return {keystr((*path, *keys)): x for keys, x in leaves}

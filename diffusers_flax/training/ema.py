@@ -73,11 +73,6 @@ def sigma_rel_to_gamma(sigma_rel):
 
     Source: EDM2 (arXiv 2312.02696): sigma_rel^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)).
     """
-    if not 0 < sigma_rel < 0.28:
-        raise ValueError(
-            f"sigma_rel={sigma_rel} must be above 0 and below 0.28; the tracked averages have "
-            f"{' and '.join(map(str, SIGMA_RELS))}"
-        )
     gamma = np.polynomial.Polynomial([0, 1])
     cubic = sigma_rel**2 * (gamma + 2) ** 2 * (gamma + 3) - (gamma + 1)
     return float(cubic.roots().real.max())  # the other roots are negative

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import jax
@@ -16,11 +16,7 @@ from tqdm import tqdm
 
 from diffusers_flax.command_line import check_writable
 from diffusers_flax.data.buckets import SIZE, end_checksum, nearest_sizes, stored_sizes
-from diffusers_flax.data.decoding import (
-    decode_pair,
-    place_mask,
-    reduce_mask,
-)
+from diffusers_flax.data.decoding import decode_pair, place_mask, reduce_mask
 from diffusers_flax.data.mixture import check_sets, columns_of_sets, distinct_names
 from diffusers_flax.data.options import Reading, Transform, num_usable_cores
 from diffusers_flax.data.reading import MIN_ROWS_FOR_BAD_FRACTION, StoredPairs
@@ -58,14 +54,11 @@ PIXELS_PER_BATCH = 8 * 256 * 256  # of original images, per device
 def encoder_on(devices, vae, params):
     """Compile a program that encodes pairs and their mirror images.
 
-    Args:
-        devices: their number divides the number of pairs.
-        vae, params: FlaxAutoencoderKL and its float32 parameters.
-
     Returns:
         (originals, edited), uint8 (B, H, W, 3) each -> (modes, moments), float16 on the devices:
         modes of the original images (B, 2, h, w, C); means and standard deviations of the edited
-        images (B, 2, h, w, 2 C). Index 1 of axis 1 is the mirror image.
+        images (B, 2, h, w, 2 C). Index 1 of axis 1 is the mirror image. B is a multiple of the
+        number of devices.
     """
     mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
     replicated, sharded = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("batch",)))
@@ -95,33 +88,26 @@ def encoder_on(devices, vae, params):
     return lambda *images: program(params, *jax.device_put(images, sharded))
 
 
-def decode_into(out, group, cells, position, resample, factor):
-    """Decode a pair; the row of an undecodable pair is stored without latents.
-
-    Args:
-        out: the two images to write, uint8 (H, W, 3) each.
-        group: row group.
-        cells: of read_row_group.
-        position: row of the group.
-        resample: --image_interpolation_mode.
-        factor: pixels per latent along a side.
+def decode_row(position, out, group, cells, resample, factor):
+    """Decode a pair into `out`, two images (H, W, 3); an undecodable one is stored without latents.
 
     Returns:
-        (prompt, time_ids, mask, error). prompt: one or several instructions. time_ids, mask: bytes,
-        the mask at the latents' size; None for an undecodable pair. error: message or None.
+        What is stored besides the latents, a dict; it has TIME_IDS if the pair is decodable.
     """
-    prompt = time_ids = mask = None
+    row = {}
     try:
         pair = pair_at(cells, position)
-        prompt = pair.instruction
+        row["edit_prompt"] = pair.instruction
         time_ids = decode_pair(pair, out, resample, 0.5, False)
         if group.mask_column:
             mask = np.empty(out[0].shape[:2], np.uint8)
             place_mask(pair, mask, time_ids, resample, 0.5, False)
-            mask = reduce_mask(mask, factor).tobytes()
+            row[MASK] = reduce_mask(mask, factor).tobytes()
+        row[TIME_IDS] = time_ids.tobytes()
     except ValueError as error:
-        return prompt, None, None, f"{group.path.name} row {group.first_row + position}: {error}"
-    return prompt, time_ids.tobytes(), mask, None
+        place = f"{group.path.name} row {group.first_row + position}"
+        logger.warning("%s: %s; stored without latents", place, error)
+    return row
 
 
 class LatentWriter:
@@ -139,16 +125,7 @@ class LatentWriter:
         self.num_bad = 0
 
     def write(self, path, groups, metadata):
-        """Encode a shard, one row group at a time.
-
-        Args:
-            path: file to write.
-            groups: the row groups of the shard of images.
-            metadata: dict to store in the file.
-
-        Raises:
-            ValueError: more pairs are undecodable than config.max_bad_fraction allows.
-        """
+        """Encode a shard, one row group at a time; metadata: dict to store in the file."""
         prompt_type = groups[0].metadata.schema.to_arrow_schema().field(groups[0].columns[2]).type
         text = pa.list_(pa.string()) if is_list_of_text(prompt_type) else pa.string()
         stored = metadata.get("sizes")  # (height, width) each
@@ -175,15 +152,14 @@ class LatentWriter:
     def _encode_group(self, group, size_of, sizes, threads, factor):
         """The rows of a row group; a batch is decoded while the devices encode the previous one."""
         cells, rows, in_flight = read_row_group(group), [None] * group.num_rows, None
-        options = dict(resample=self.config.image_interpolation_mode, factor=factor)
-        decode = partial(decode_into, group=group, cells=cells, **options)
+        options = group, cells, self.config.image_interpolation_mode, factor
         for number, size in enumerate(sizes):
             of_size = np.flatnonzero(size_of == number).tolist()
             for start in range(0, len(of_size), self.batch_size):
                 positions = of_size[start : start + self.batch_size]
                 pixels = np.zeros((2, self.batch_size, *size, 3), np.uint8)
                 decoded = [
-                    threads.submit(decode, tuple(pixels[:, i]), position=position)
+                    threads.submit(decode_row, position, tuple(pixels[:, i]), *options)
                     for i, position in enumerate(positions)
                 ]
                 decoded = [future.result() for future in decoded]
@@ -197,15 +173,13 @@ class LatentWriter:
         """Wait for a batch and put its rows, dicts, into rows."""
         originals, edited = map(np.asarray, encoded)
         self.bar.update(len(decoded))
-        for i, (prompt, time_ids, mask, reason) in enumerate(decoded):
-            if reason:
+        for i, row in enumerate(decoded):
+            if TIME_IDS in row:
+                row["original_image"] = originals[i].tobytes()
+                row["edited_image"] = edited[i].tobytes()
+            else:
                 self.num_bad += 1
-                logger.warning("%s; stored without latents", reason)
-            latents = None, None
-            if time_ids is not None:
-                latents = originals[i].tobytes(), edited[i].tobytes()
-            values = (*latents, prompt, time_ids, mask, size)
-            rows[positions[i]] = dict(zip((*LATENT_COLUMNS, MASK, SIZE), values))
+            rows[positions[i]] = row | {SIZE: size}
         limit = self.config.max_bad_fraction
         if self.num_bad > limit * max(self.bar.n, MIN_ROWS_FOR_BAD_FRACTION):
             raise ValueError(
@@ -228,18 +202,9 @@ def open_images(config, train_data_dir, columns, output_dir, overwrite):
     Latents in output_dir keep their sizes if --aspect_ratio_buckets names them all. Otherwise sizes
     with less than a batch of pairs are left out, as in training.
 
-    Args:
-        config, overwrite: as for write_latents.
-        train_data_dir: directory of shards of images.
-        columns: Columns.
-        output_dir: Path of the directory of their shards of latents.
-
     Returns:
         (row groups of the shards to encode, widths and heights of the latents); None for the
         second without --aspect_ratio_buckets.
-
-    Raises:
-        ValueError: train_data_dir has latents, or output_dir cannot be used.
     """
     if output_dir.resolve() == Path(train_data_dir).resolve():
         raise ValueError(f"{output_dir} is --train_data_dir; name another directory for latents")
@@ -276,18 +241,7 @@ def open_images(config, train_data_dir, columns, output_dir, overwrite):
 
 
 def missing_shards(config, output_dir, groups, sizes, vae, params, overwrite):
-    """Prepare output_dir; return the shards to write, [(path, its row groups, its metadata)].
-
-    Args:
-        config, overwrite: as for write_latents.
-        output_dir: Path of the directory of the shards.
-        groups, sizes: of open_images.
-        vae, params: FlaxAutoencoderKL and its float32 parameters.
-
-    Raises:
-        ValueError: a shard was made with other settings, and overwrite is False; or the VAE does
-            not divide the resolution or a size.
-    """
+    """Prepare output_dir; return the shards to write, [(path, its row groups, its metadata)]."""
     factor = 2 ** (len(vae.block_out_channels) - 1)
     check_resolution(config, factor)
     settings = {
@@ -301,10 +255,9 @@ def missing_shards(config, output_dir, groups, sizes, vae, params, overwrite):
     sides = settings.get("sizes", [[config.resolution] * 2])
     shapes = [[h // factor, w // factor, vae.latent_channels] for h, w in sides]
     settings["shape"] = shapes if sizes else shapes[0]
-    missing, of_shards = [], {}
-    for group in groups:
-        of_shards.setdefault(group.path, []).append(group)
-    for path, shard_groups in of_shards.items():
+    missing = []
+    for path, shard_groups in groupby(groups, lambda group: group.path):
+        shard_groups = list(shard_groups)
         latent_path, first = output_dir / path.name, shard_groups[0]
         metadata = settings | {
             "source_bytes": path.stat().st_size,

@@ -232,9 +232,6 @@ def open_sampler(config, source):
 
     It is the model's own, or DPM-Solver++ if its class is not supported: DPM-Solver++ has the same
     noise schedule and, unlike DDIM, clips only if the config asks for it.
-
-    Args:
-        config, source: as for schedulers.factory.scheduler_from_config.
     """
     own = class_name(config)
     if own not in REPLACEABLE:
@@ -351,10 +348,13 @@ def cast_frozen(frozen, models, storage=None):
 
 def store_frozen(frozen, storage):
     """Store the kernels of UNet and text encoders in 8 bits, see store; None: unchanged."""
-    encoders = frozen["text_encoder"]
-    stored = tuple(store(x, storage) for x in encoders) if isinstance(encoders, tuple) else None
-    frozen = frozen | {"text_encoder": stored or store(encoders, storage)}
-    return frozen | ({"unet": store(frozen["unet"], storage)} if "unet" in frozen else {})
+    kernels = {name: x for name, x in frozen.items() if name in ("text_encoder", "unet")}
+
+    def store_part(params):
+        is_tuple = isinstance(params, tuple)
+        return tuple(store(x, storage) for x in params) if is_tuple else store(params, storage)
+
+    return frozen | {name: store_part(params) for name, params in kernels.items()}
 
 
 def params_beside_unet(frozen):
@@ -379,7 +379,7 @@ def tree_checksum(tree):
 
 def check_models(config, models: Models):
     """Raise a ValueError for models that do not fit together, or a resolution that they refuse."""
-    unet, vae, encoders, scheduler, _ = models
+    unet, vae, encoders, *_ = models
     source, unet_source = config.pretrained_model_name_or_path, config.unet_model_name_or_path
     is_xl = isinstance(encoders, tuple)
     encoders = encoders if is_xl else (encoders,)
@@ -390,11 +390,6 @@ def check_models(config, models: Models):
         raise ValueError(
             f"the UNet in {unet_source} does not fit the text encoders of {source}; take both from "
             "the same model"
-        )
-    if scheduler.config.prediction_type == "sample":
-        raise ValueError(
-            f"the scheduler of {source} has prediction_type sample; use a model with epsilon or "
-            "v_prediction"
         )
     if unet.in_channels != 2 * vae.latent_channels:
         raise ValueError(
@@ -408,13 +403,7 @@ def check_models(config, models: Models):
 
 
 def check_vae_family(source, vae, is_xl):
-    """Raise a ValueError for Stable Diffusion's VAE with SDXL, or SDXL's with Stable Diffusion.
-
-    Args:
-        source: where the VAE is from.
-        vae: module.
-        is_xl: whether the model is SDXL.
-    """
+    """Raise a ValueError for Stable Diffusion's VAE with SDXL, or SDXL's with Stable Diffusion."""
     if vae.scaling_factor == (SD_SCALING_FACTOR if is_xl else SDXL_SCALING_FACTOR):
         kinds = ("Stable Diffusion", "SDXL") if is_xl else ("SDXL", "Stable Diffusion")
         raise ValueError(f"the VAE in {source} is {kinds[0]}'s; {kinds[1]} needs its own")

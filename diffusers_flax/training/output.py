@@ -11,6 +11,7 @@ import numpy as np
 
 from diffusers_flax.command_line import ask_before_replacing
 from diffusers_flax.compilation_cache import use_compilation_cache
+from diffusers_flax.data.buckets import size_name
 from diffusers_flax.devices.processes import start_distributed
 from diffusers_flax.generating.defaults import write_defaults
 from diffusers_flax.generating.single_files import with_single_files
@@ -22,9 +23,9 @@ from diffusers_flax.training.checkpoints import CHECKPOINTS_DIR, newest_checkpoi
 from diffusers_flax.training.flags import (
     COMPONENT_FLAGS,
     check_flags,
+    chosen_sizes,
     final_file,
     flag,
-    named_buckets,
 )
 from diffusers_flax.training.lora import fold_lora, save_conv_in, save_lora
 from diffusers_flax.training.models import (
@@ -62,7 +63,8 @@ def open_run(config):
     if "coordinator_address" in known:  # else the program runs on one machine
         start_distributed(config.coordinator_address, config.num_processes, config.process_id)
     check_flags(config, jax.device_count())
-    config = named_buckets(config)
+    if sizes := chosen_sizes(config):
+        config = replace(config, aspect_ratio_buckets=tuple(map(size_name, sizes)))
     if not isinstance(config.pretrained_model_name_or_path, SingleFile):  # already opened
         components = {name: x for name, x in COMPONENT_FLAGS.items() if name in known}
         config = with_single_files(config, "pretrained_model_name_or_path", **components)
@@ -122,16 +124,7 @@ def is_finished(config):
 
 
 def save_model(config, pipeline, trained, others, metrics):
-    """Write the model of a run and upload it; all processes call it together.
-
-    Args:
-        config: flags of the program.
-        pipeline: of load_models.
-        trained: {"unet"}, the trained parameters of the UNet, NumPy arrays; with --save_raw_unet
-            also {"unet_raw"}, without average.
-        others: params_beside_unet, float32; None with LoRA.
-        metrics: last row of metrics.jsonl, or None.
-    """
+    """Write the model of a run and upload it; all processes call it; args of write_model."""
     if jax.process_index() == 0:
         write_model(config, pipeline, trained, others, metrics)
         print(f"saved {config.output_dir}")
@@ -141,14 +134,21 @@ def save_model(config, pipeline, trained, others, metrics):
 
 
 def write_model(config, pipeline, trained, others, metrics):
-    """Write the model of a run and its card to output_dir; arguments as for save_model.
+    """Write the model of a run and its card to output_dir.
 
     final_file(config) comes last and marks a finished run.
+
+    Args:
+        config: flags of the program.
+        pipeline: of load_models.
+        trained: {"unet"}, the trained parameters of the UNet, NumPy arrays; with --save_raw_unet
+            also {"unet_raw"}, without average.
+        others: params_beside_unet, float32; None with LoRA.
+        metrics: last row of metrics.jsonl, or None.
     """
     output_dir, is_lora = Path(config.output_dir), config.lora_rank is not None
     if "unet_raw" in trained:
-        params = trained["unet_raw"]
-        params = merged_unet(config, params) if is_lora else params
+        params = merged_unet(config, trained["unet_raw"]) if is_lora else trained["unet_raw"]
         pipeline.unet.save_pretrained(output_dir / "unet_raw", params=params)
     write_card(config, pipeline, metrics)
     s_T, s_I = scales_of_run(config, pipeline, metrics)

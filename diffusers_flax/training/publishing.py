@@ -9,26 +9,22 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelCardData
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 
 from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
-from diffusers_flax.loading.files import write_text
 from diffusers_flax.messages import one_line
 from diffusers_flax.training.checkpoints import CHECKPOINTS_DIR
 from diffusers_flax.training.flags import final_file
 from diffusers_flax.training.reports import LOSS_PLOT, guidance_scales, step_images
 
 # Files of a run that do not belong to the model: checkpoints, other weights, logs, hidden files.
-UNPUBLISHED_PATTERNS = (
-    f"{CHECKPOINTS_DIR}/*",
-    "ema_snapshots/*",
-    "unet_raw/*",
-    "profile/*",
-    "wandb/*",
+UNPUBLISHED_FOLDERS = (CHECKPOINTS_DIR, "ema_snapshots", "unet_raw", "profile", "wandb")
+UNPUBLISHED_PATTERNS = [
+    *(f"{name}/*" for name in UNPUBLISHED_FOLDERS),
     "wandb_run_id",
     ".*",
     "*/.*",
-)
+]
 
 
 def scales_of_run(config, pipeline, metrics):
@@ -49,22 +45,19 @@ def write_card(config, pipeline, metrics):
     base_model, R = config.pretrained_model_name_or_path, config.resolution
     datasets = ", ".join(f"`{directory}`" for directory in config.train_data_dir)
     # SDXL's class otherwise resizes images to 1024 pixels
-    size = f", height={R}, width={R}" if "XL" in pipeline.torch_class_name else ""
+    cls = pipeline.torch_class_name
+    size = f", height={R}, width={R}" if "XL" in cls else ""
     s_T, s_I = (f"{scale:g}" for scale in scales_of_run(config, pipeline, metrics))
     images = list(step_images(Path(config.output_dir, "validation")).values())
     shown = ""
     if images:
         shown = f"![before and after, with the instruction](validation/{images[-1].name})\n"
-    cls = pipeline.torch_class_name
-    opening = f"""\
-import torch
-from diffusers import {cls}
-from diffusers.utils import load_image
-
-pipeline = {cls}.from_pretrained(
-    {json.dumps(name)}, dtype=torch.float16
-)"""
-    with_jax = f"""\
+    if final_file(config) == LORA_FILE:
+        opening = open_with_lora(name, pipeline, config)
+        with_jax = "With `--merge_lora` the command below writes a pipeline for `edit_cli.py`.\n"
+    else:
+        opening = f"pipeline = {cls}.from_pretrained({json.dumps(name)}, dtype=torch.float16)"
+        with_jax = f"""\
 On TPU, GPU or CPU, with `edit_cli.py` from the scripts that trained the model:
 
 ```sh
@@ -73,12 +66,6 @@ python edit_cli.py --model {shlex.quote(name)} --resolution {R} \\
     --input in.jpg --edit "make it red" --output out.png
 ```
 """
-    if final_file(config) == LORA_FILE:
-        opening = open_with_lora(name, pipeline, config)
-        with_jax = (
-            "The training command below with `--merge_lora` writes a complete pipeline, for "
-            "`edit_cli.py`.\n"
-        )
     introduction = f"""\
 Edits images by instruction: an InstructPix2Pix of `{base_model}`, trained on {datasets} with JAX.
 
@@ -88,6 +75,10 @@ Edits images by instruction: an InstructPix2Pix of `{base_model}`, trained on {d
 With PyTorch diffusers:
 
 ```python
+import torch
+from diffusers import {cls}
+from diffusers.utils import load_image
+
 {opening}
 pipeline.to("cuda")
 image = load_image("in.jpg")
@@ -99,6 +90,33 @@ edited.save("out.png")
 
 {with_jax}"""
     write_readme(config, name, introduction, metrics)
+
+
+def open_with_lora(name, pipeline, config):
+    """Python code that opens the base model with PyTorch and adds conv_in and the LoRA file."""
+    base_model, conv_in = json.dumps(config.pretrained_model_name_or_path), f"{name}/{CONV_IN_FILE}"
+    conv_in = json.dumps(conv_in)
+    if config.push_to_hub:
+        conv_in = f'hf_hub_download({json.dumps(name)}, "{CONV_IN_FILE}")'
+    return f"""\
+from diffusers import UNet2DConditionModel
+from huggingface_hub import hf_hub_download
+from safetensors.torch import load_file
+
+# The 4-channel UNet that create_modified_unet.py widened.
+unet = UNet2DConditionModel.from_pretrained(
+    {base_model},
+    subfolder="unet",
+    in_channels={pipeline.unet.in_channels},
+    ignore_mismatched_sizes=True,
+    low_cpu_mem_usage=False,
+    dtype=torch.float16,
+)
+unet.load_state_dict(load_file({conv_in}), strict=False)
+pipeline = {pipeline.torch_class_name}.from_pretrained(
+    {base_model}, unet=unet, dtype=torch.float16
+)
+pipeline.load_lora_weights({json.dumps(name)})"""
 
 
 def write_readme(config, name, introduction, metrics, tags=()):
@@ -121,15 +139,7 @@ def write_readme(config, name, introduction, metrics, tags=()):
         tags=["stable-diffusion", "instruct-pix2pix", "image-to-image", "diffusers", "jax", *tags],
         inference=True,
     )
-    last_metrics = ""
-    if metrics:
-        rounded = {
-            name: float(f"{value:.4g}") if isinstance(value, float) else value
-            for name, value in metrics.items()
-        }
-        last_metrics = f"### Last metrics\n\n{table_of_values(rounded)}\n"
-    if Path(folder, LOSS_PLOT).exists():
-        last_metrics = f"![loss of the steps]({LOSS_PLOT})\n\n{last_metrics}"
+    plot = f"![loss of the steps]({LOSS_PLOT})\n" if Path(folder, LOSS_PLOT).exists() else ""
     text = f"""
 # {name}
 
@@ -140,47 +150,14 @@ def write_readme(config, name, introduction, metrics, tags=()):
 {shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])}
 ```
 
-{last_metrics}
-### Hyperparameters
+{plot}
+Last metrics and flags:
 
-{table_of_values(asdict(config))}
+```json
+{json.dumps({"metrics": metrics, "flags": asdict(config)}, indent=2)}
+```
 """
-    write_text(Path(folder, "README.md"), f"---\n{data.to_yaml()}\n---\n{text}")
-
-
-def open_with_lora(name, pipeline, config):
-    """Python code that opens the base model with PyTorch and adds conv_in and the LoRA file."""
-    base_model, pipeline_class = config.pretrained_model_name_or_path, pipeline.torch_class_name
-    conv_in, hub_import = json.dumps(f"{name}/{CONV_IN_FILE}"), ""
-    if config.push_to_hub:
-        hub_import = "from huggingface_hub import hf_hub_download\n"
-        conv_in = f'hf_hub_download({json.dumps(name)}, "{CONV_IN_FILE}")'
-    return f"""\
-import torch
-from diffusers import {pipeline_class}, UNet2DConditionModel
-from diffusers.utils import load_image
-{hub_import}from safetensors.torch import load_file
-
-# The 4-channel UNet that create_modified_unet.py widened.
-unet = UNet2DConditionModel.from_pretrained(
-    {json.dumps(base_model)},
-    subfolder="unet",
-    in_channels={pipeline.unet.in_channels},
-    ignore_mismatched_sizes=True,
-    low_cpu_mem_usage=False,
-    dtype=torch.float16,
-)
-unet.load_state_dict(load_file({conv_in}), strict=False)
-pipeline = {pipeline_class}.from_pretrained(
-    {json.dumps(base_model)}, unet=unet, dtype=torch.float16
-)
-pipeline.load_lora_weights({json.dumps(name)})"""
-
-
-def table_of_values(values):
-    """Format a dict as a Markdown table with two columns."""
-    cells = {name: repr(value).replace("|", r"\|") for name, value in values.items()}
-    return "\n".join(["| | |", "|-|-|", *(f"| {name} | `{cells[name]}` |" for name in cells)])
+    ModelCard(f"---\n{data}\n---\n{text}").save(Path(folder, "README.md"))
 
 
 # The hub
@@ -226,7 +203,7 @@ def push_to_hub(folder, repo_id):
             folder_path=folder,
             repo_id=repo_id,
             commit_message="Model trained with flax_train_instruct_pix2pix.py",
-            ignore_patterns=list(UNPUBLISHED_PATTERNS),
+            ignore_patterns=UNPUBLISHED_PATTERNS,
         )
     # Any error: the user must learn that training succeeded and where the model is.
     except Exception as error:

@@ -8,7 +8,6 @@ import contextlib
 import gc
 import json
 import math
-import re
 import shutil
 import time
 from collections import deque
@@ -29,7 +28,7 @@ from diffusers_flax.generating.captions import GRID_IMAGE_SIZE, GRID_MARGIN, cap
 from diffusers_flax.loading.files import save_whole, write_text
 from diffusers_flax.messages import one_line
 from diffusers_flax.training.batches import MAX_STEPS_IN_FLIGHT
-from diffusers_flax.training.ema import HORIZONS, SIGMA_RELS
+from diffusers_flax.training.ema import SIGMA_RELS
 from diffusers_flax.training.flags import (
     profiled_steps,
     snapshot_steps,
@@ -298,10 +297,7 @@ def describe_run(config, num_steps, dataset, params, plan):
         decays = ", ".join(f"{decay:.6g}" for decay in plan.decays(num_steps))
         print(f"averaging the weights from step {plan.first_step} with decay {decays}")
     elif config.ema != "none":
-        print(
-            f"no average of the weights: less than {HORIZONS + 1} of the run's {num_steps} steps "
-            "would be averaged; give more steps, --ema full or --ema_decay"
-        )
+        print("too few steps for an average of the weights: give more, --ema full or --ema_decay")
 
 
 def save_snapshots(output_dir, step, averages, plan, axes, unet):
@@ -326,9 +322,8 @@ def save_snapshots(output_dir, step, averages, plan, axes, unet):
 
 def lines_until_step(path, last_step):
     """The lines of a metrics.jsonl up to a step, without a line that a crash truncated."""
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     valid_lines = []
-    for line in lines:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= last_step:
                 valid_lines.append(f"{line}\n")
@@ -461,15 +456,7 @@ class Validation:
 
 
 def load_validation_images(paths, sizes):
-    """Load images and crop each to the nearest of the batches' sizes, by aspect ratio.
-
-    Args:
-        paths: of --validation_image.
-        sizes: (width, height) each.
-
-    Returns:
-        PIL images, RGB.
-    """
+    """Load images and crop each to the nearest of the batches' sizes, by aspect ratio."""
     images = [load_image(path) for path in paths]
     nearest = nearest_sizes(np.reshape([image.size for image in images], (-1, 2)), sizes)
     return [
@@ -482,12 +469,8 @@ def validation_grid(pairs, prompts):
     """Draw one tile per edit: before and after, with the instruction below.
 
     Args:
-        pairs: list of (before, after), PIL images; all are fitted into the size of the first, and
-            small images are enlarged.
+        pairs: list of (before, after), PIL images; all are fitted into the size of the first.
         prompts: the instruction of each pair.
-
-    Returns:
-        PIL image, RGB.
     """
     side = max(GRID_IMAGE_SIZE, *pairs[0][0].size)
     size = ImageOps.contain(pairs[0][0], (side, side)).size
@@ -501,10 +484,8 @@ def validation_grid(pairs, prompts):
 
 def step_images(folder):
     """{N: path} of the images FOLDER/step-N.png, sorted by N."""
-    steps = {}
-    for path in Path(folder).glob("step-*.png"):
-        if match := re.fullmatch(r"step-(\d+)\.png", path.name):
-            steps[int(match[1])] = path
+    found = Path(folder).glob("step-*.png")
+    steps = {int(path.stem[5:]): path for path in found if path.stem[5:].isdecimal()}
     return dict(sorted(steps.items()))
 
 
@@ -517,10 +498,7 @@ def drop_step_images(folder, last_step):
 
 
 def write_progress(folder):
-    """Write FOLDER/progress.gif, an animation of step_images(folder) with captions.
-
-    Without images the file is removed.
-    """
+    """Write FOLDER/progress.gif, an animation of step_images(folder); without any remove it."""
     steps, path = step_images(folder), Path(folder, "progress.gif")
     if not steps:
         path.unlink(missing_ok=True)

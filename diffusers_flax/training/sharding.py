@@ -101,11 +101,6 @@ def split_of(x, num_devices, platform=None):
 
     Matrices and kernels without such an axis are split into fewer shards, as many as possible; the
     array is replicated if no axis can be split.
-
-    Args:
-        x: array or its shape, not sharded.
-        num_devices: number of devices.
-        platform: as for kernel_order.
     """
     order = kernel_order(x, platform)
     shape = x.shape if order is None else [x.shape[i] for i in order]
@@ -121,7 +116,8 @@ def shard_axes(params, num_devices, platform=None):
 
     Args:
         params: nested dict of arrays or their shapes (ShapeDtypeStructs), not sharded.
-        num_devices, platform: as for split_of.
+        num_devices: number of devices.
+        platform: as for kernel_order.
 
     Returns:
         {path, a tuple: Split} of matrices and kernels; vectors that are split alike are one entry.
@@ -288,13 +284,7 @@ def reduce_scatter_mean(grads, axes):
 
 
 def sum_scatter(g, axis, groups):
-    """This device's shard of the sum over its group, sent in g's dtype and added in float32.
-
-    Args:
-        g: array of any floating dtype.
-        axis: the axis to split.
-        groups: axis_index_groups; None: all devices.
-    """
+    """This device's shard of the sum over its group, sent in g's dtype and added in float32."""
     if g.dtype == jnp.float32:
         return jax.lax.psum_scatter(
             g, "batch", scatter_dimension=axis, axis_index_groups=groups, tiled=True
@@ -320,10 +310,7 @@ def stage_sizes(num_shards):
 
 
 def reduce_scatter_stages(num_shards, num_devices):
-    """The axis_index_groups of each stage of a reduce-scatter, in order, for TPUs.
-
-    num_shards: of a Split; num_devices: a multiple of it.
-    """
+    """The axis_index_groups of each stage of a reduce-scatter, in order, for TPUs."""
     sizes = stage_sizes(num_shards)
     devices = np.arange(num_devices).reshape(-1, *sizes)
     return [
@@ -641,13 +628,11 @@ def check_float32(params):
 
     float16 parameters overflow to NaN within a few steps; in bfloat16 small updates round to zero.
     """
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
+    for path, x in flatten_dict(params, sep="/").items():
         if x.dtype != jnp.float32:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(
-                f"{name} is {x.dtype}, not float32; read the parameters with "
-                "from_pretrained(..., param_dtype=jnp.float32), as updates in half precision are "
-                "lost or overflow; dtype=jnp.bfloat16 computes in half precision"
+                f"{path} is {x.dtype}, not float32; read the parameters with "
+                "from_pretrained(..., param_dtype=jnp.float32)"
             )
 
 

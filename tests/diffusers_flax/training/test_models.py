@@ -63,11 +63,6 @@ BAD_FOLDERS = [
         changed("model/scheduler/scheduler_config.json", _class_name="UnknownScheduler"),
         "_class_name=UnknownScheduler, which is not supported",
     ),
-    (
-        {},
-        changed("model/scheduler/scheduler_config.json", prediction_type="sample"),
-        "has prediction_type sample",
-    ),
     ({"resolution": 17}, None, "--resolution 17 is not a multiple of 2; try 16 or 18"),
     ({"train_data_dir": ("model",)}, None, "--train_data_dir model contains no *.parquet file"),
     ({"edit_prompt_column": "caption"}, None, "a.parquet has no column caption"),

@@ -330,7 +330,7 @@ def test_a_run_resumes_on_other_numbers_of_devices(model, data, one_process, tmp
         output, _ = start.end(143)
     step = int(re.search(r"stopped by SIGTERM after step (\d+)", output)[1])
     output, _ = run(config_of(model, data, out, **RUN), 1)
-    assert f"resuming after step {step}, which ran on 2 device(s)" in output
+    assert f"resuming after step {step}\n" in output
     np.testing.assert_allclose(losses(out), one_process, rtol=1e-4)
 
 
