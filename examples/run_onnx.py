@@ -219,20 +219,6 @@ def read_image(file):
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
-def choose_size(options, models, image):
-    """(height, width) to make an image at; image: the one to edit, PIL, or None."""
-    vae, unet = (models[name].config for name in ("vae_decoder", "unet"))
-    factor = 2 ** (len(vae["block_out_channels"]) - 1)
-    sides = np.broadcast_to(unet["sample_size"], 2) * factor
-    if image is not None:  # the longer side is the model's
-        sides = np.array(image.size[::-1]) * sides.max() / max(image.size)
-        sides = np.maximum(np.floor(sides / factor + 0.5), 1) * factor
-    for i, name in enumerate(("height", "width")):
-        if side := getattr(options, name):
-            sides[i] = side // factor * factor
-    return tuple(int(side) for side in sides)
-
-
 def make_image(options, index, scheduler, models):
     """The image of the flags, float32 (H, W, 3) in [0, 1]; other arguments: of open_folder."""
     folder, vae, is_edit = options.model, models["vae_decoder"].config, "vae_encoder" in models
@@ -240,8 +226,13 @@ def make_image(options, index, scheduler, models):
         does = "edits images and needs" if is_edit else "makes images from text and takes no"
         raise ValueError(f"--model {folder} {does} --input")
     image = read_image(options.input) if is_edit else None
-    height, width = size = choose_size(options, models, image)
     factor = 2 ** (len(vae["block_out_channels"]) - 1)
+    sides = np.broadcast_to(models["unet"].config["sample_size"], 2) * factor
+    if is_edit:  # the longer side is the model's
+        sides = np.array(image.size[::-1]) * sides.max() / max(image.size) + factor / 2
+    height = int(options.height or sides[0]) // factor * factor
+    width = int(options.width or sides[1]) // factor * factor
+    size = height, width
     shape = (1, vae["latent_channels"], *(side // factor for side in size))
     rng = np.random.default_rng(options.seed)
     noise = np.load(options.noise) if options.noise else rng.standard_normal(shape, np.float32)

@@ -85,13 +85,6 @@ def product_flops(line):
     return 2 * math.prod(images) * math.prod(kernel) // channels, dtype
 
 
-def rate(chip, dtype):
-    """FLOPs per second of a GPU."""
-    # A multiply-add of each float32 unit in a cycle.
-    full = 2e9 * chip.card.cores * chip.card.units * chip.card.clock
-    return {"f32": chip.flops / 2, FULL: full, "s8": chip.int8}.get(dtype, chip.flops)
-
-
 def kernel_table(text, chip, fractions=None):
     """What the kernels of one run of a program do, by kind; a loop's body counts for every trip.
 
@@ -109,6 +102,9 @@ def kernel_table(text, chip, fractions=None):
 
     Source: Roofline (Williams, Waterman, Patterson 2009), section 3, for each kernel.
     """
+    # A multiply-add of each float32 unit in a cycle.
+    full = 2e9 * chip.card.cores * chip.card.units * chip.card.clock
+    rates = {"f32": chip.flops / 2, FULL: full, "s8": chip.int8}
     tables = []
     for line, times in executed(text, fractions):
         if line.operation in NO_TRAFFIC or line.operation.endswith("-done"):
@@ -118,7 +114,7 @@ def kernel_table(text, chip, fractions=None):
             inside = line.fused.values() if line.operation == "fusion" else ()
             products = [product_flops(x) for x in inside or (line,)]
             row["flops"], row["bytes"] = sum(flops for flops, _ in products), moved_bytes(line)
-            seconds = sum(flops / rate(chip, dtype) for flops, dtype in products)
+            seconds = sum(flops / rates.get(dtype, chip.flops) for flops, dtype in products)
             row["least_seconds"] = max(seconds, row["bytes"] / chip.bandwidth)
         tables.append(({kind: row}, times))
     sent = interconnect_bytes(text)

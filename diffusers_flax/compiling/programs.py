@@ -61,19 +61,13 @@ class TargetFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFlags(TargetFlags):
-    """The model."""
+class ImageFlags(TargetFlags):
+    """Flags of the programs that make images, in bfloat16."""
 
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
     pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family
     revision: str | None = None  # branch, tag or commit of a hub id
     config_name_or_path: str | None = None  # configs of a one-file model; default: its family's
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageFlags(ModelFlags):
-    """Flags of the programs that make images, in bfloat16."""
-
     num_inference_steps: Positive = 20  # denoising steps
     # timesteps to run instead, for distilled models: 999 749 499 249; or ays
     timesteps: tuple[int | Literal["ays"], ...] = ()
@@ -199,28 +193,6 @@ def pipeline_shapes(pipeline):
     return jax.eval_shape(stored, params) | {"vae": vae, "scheduler": scheduler}
 
 
-def with_vae_tile(pipeline, config, B, size, held=0):
-    """Set the side of the VAE's tiles: --vae_tile, or what the chip's memory needs.
-
-    Args:
-        pipeline: of open_pipeline.
-        config: ImageFlags.
-        B: images at once.
-        size: (width, height) of the images, pixels.
-        held: bytes of other models on the chip.
-
-    Returns:
-        (pipeline, side of the tiles, pixels; 0: whole images).
-    """
-    if (tile := config.vae_tile) is None:
-        chip = find_target(config.tpu or config.gpu).chip
-        left = chip.memory - num_bytes_at_once(pipeline) - held
-        if layout := pipeline.layout:
-            left *= num_row_devices(layout, size[1] // pipeline.vae_scale_factor)
-        tile = choose_vae_tile(pipeline, B, size, left, "gpu" if chip.card else "tpu")
-    return replace(pipeline, vae=with_tile(pipeline.vae, tile)), tile
-
-
 def image_program(config, devices):
     """The Program of generate_cli.py, edit_cli.py or make_pairs.py: from prompts to images.
 
@@ -242,7 +214,14 @@ def image_program(config, devices):
     n = len(devices) if layout is None else layout.data
     pipeline = open_pipeline(config, layout)
     height, width = pipeline.image_size(height, width)
-    pipeline, tile = with_vae_tile(pipeline, config, B, (width, height), clip_bytes)
+    if (tile := config.vae_tile) is None:  # what the chip's memory needs
+        chip = find_target(config.tpu or config.gpu).chip
+        left = chip.memory - num_bytes_at_once(pipeline) - clip_bytes
+        if layout:
+            left *= num_row_devices(layout, height // pipeline.vae_scale_factor)
+        platform = "gpu" if chip.card else "tpu"
+        tile = choose_vae_tile(pipeline, B, (width, height), left, platform)
+    pipeline = replace(pipeline, vae=with_tile(pipeline.vae, tile))
 
     key = jax.eval_shape(jax.random.key, 0)
     length = pipeline.text_encoder.module.max_position_embeddings

@@ -30,13 +30,6 @@ class Component:
     inputs: dict
     outputs: tuple
 
-    def axes(self):
-        """{input: {index: name}} of dynamic axes."""
-        return {
-            name: {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)}
-            for name, (shape, _) in self.inputs.items()
-        }
-
 
 def exported_components(pipeline):
     """A pipeline's Components, the UNet first, whose parameters are freed after its export.
@@ -44,7 +37,21 @@ def exported_components(pipeline):
     SDXL's UNet reads the text encoders' hidden states. The VAE's encoder returns the mean and the
     logarithm of the variance. Timesteps are floats, as some schedulers have fractional ones.
     """
-    components = [unet_component(pipeline)]
+    config = pipeline.unet.config
+    shapes = {
+        "sample": ("batch_size", config.in_channels, "height", "width"),
+        "timestep": (1,),
+        "encoder_hidden_states": ("batch_size", "sequence_length", config.cross_attention_dim),
+    }
+    if config.addition_embed_type is not None:  # SDXL
+        num_time_ids = 5 if getattr(pipeline, "requires_aesthetics_score", False) else 6
+        width = num_time_ids * config.addition_time_embed_dim
+        pooled = config.projection_class_embeddings_input_dim - width
+        shapes |= {"text_embeds": ("batch_size", pooled), "time_ids": ("batch_size", num_time_ids)}
+    if config.time_cond_proj_dim is not None:  # distilled with guidance
+        shapes["timestep_cond"] = ("batch_size", config.time_cond_proj_dim)
+    inputs = {name: (shape, np.float32) for name, shape in shapes.items()}
+    components = [Component("unet", "unet", inputs, ("out_sample",))]
     for name in TEXT_ENCODERS:
         if (encoder := getattr(pipeline, name, None)) is None:
             continue
@@ -63,25 +70,6 @@ def exported_components(pipeline):
         Component("vae_encoder", "vae", sample, ("latent_parameters",)),
         Component("vae_decoder", "vae", latents, ("sample",)),
     ]
-
-
-def unet_component(pipeline):
-    """The UNet's Component."""
-    config = pipeline.unet.config
-    shapes = {
-        "sample": ("batch_size", config.in_channels, "height", "width"),
-        "timestep": (1,),
-        "encoder_hidden_states": ("batch_size", "sequence_length", config.cross_attention_dim),
-    }
-    if config.addition_embed_type is not None:  # SDXL
-        num_time_ids = 5 if getattr(pipeline, "requires_aesthetics_score", False) else 6
-        width = num_time_ids * config.addition_time_embed_dim
-        pooled = config.projection_class_embeddings_input_dim - width
-        shapes |= {"text_embeds": ("batch_size", pooled), "time_ids": ("batch_size", num_time_ids)}
-    if config.time_cond_proj_dim is not None:  # distilled with guidance
-        shapes["timestep_cond"] = ("batch_size", config.time_cond_proj_dim)
-    inputs = {name: (shape, np.float32) for name, shape in shapes.items()}
-    return Component("unet", "unet", inputs, ("out_sample",))
 
 
 def random_inputs(component, pipeline, batch, size):

@@ -12,10 +12,6 @@ from diffusers_flax.exporting.folders import quiet, write_components
 from diffusers_flax.exporting.torch_models import open_torch_model
 
 BITS = {"palette8": 8, "palette6": 6}  # of an index into a matrix's palette
-PRECISIONS = {
-    "float16": coremltools.precision.FLOAT16,
-    "float32": coremltools.precision.FLOAT32,
-}
 
 
 def export_coreml(pipeline, params, output_dir, dtype, quantize, batch_size, size):
@@ -68,6 +64,6 @@ def to_coreml(torch_model, component, inputs, dtype):
         # Core ML allows no dots in names.
         outputs=[coremltools.TensorType(x.replace(".", "_")) for x in component.outputs],
         minimum_deployment_target=coremltools.target.iOS18,
-        compute_precision=PRECISIONS[dtype],
+        compute_precision=getattr(coremltools.precision, dtype.upper()),
         skip_model_load=True,
     )

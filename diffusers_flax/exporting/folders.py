@@ -84,6 +84,9 @@ def write_components(pipeline, params, output_dir, write, is_run=True):
             from what save_pretrained saved. Returns a function {input: array} -> list of outputs
             that runs them, and a key of TOLERANCES.
         is_run: whether this machine can run the files; else write returns nothing.
+
+    Raises:
+        ArithmeticError: a difference exceeds the tolerance or is not finite.
     """
     with writing_export(output_dir) as folder:
         write_beside(pipeline, folder)
@@ -106,41 +109,23 @@ def write_components(pipeline, params, output_dir, write, is_run=True):
                 written = write(component, saved, target)
             said = "converted, never run here"
             if is_run:
-                said = compare_with_flax(component, *written, inputs, expected)
+                run, precision = written
+                differences = []  # (relative to the output's largest number, absolute, largest)
+                for arrays, outputs in zip(inputs, expected):
+                    for found, wanted in zip(run(arrays), outputs):
+                        scale = np.abs(wanted).max()
+                        difference = np.abs(np.asarray(found, np.float32) - wanted).max()
+                        share = np.nan_to_num(difference / scale, nan=np.inf)
+                        differences.append((share, difference, scale))
+                share, difference, scale = max(differences)
+                said = f"largest difference {difference:.2e} of {scale:.2e}"
+                if share > TOLERANCES[precision]:
+                    raise ArithmeticError(
+                        f"{component.name} in {precision} differs from the Flax model, {said}; "
+                        "nothing was written"
+                    )
             num_bytes = sum(file.stat().st_size for file in target.rglob("*"))
             bar.write(f"{component.name}: {said}, {in_bytes(num_bytes)}")
-
-
-def compare_with_flax(component, run, precision, inputs, expected):
-    """Compare an exported component with our model.
-
-    Args:
-        component: Component.
-        run: function {input: array} -> list of outputs.
-        precision: key of TOLERANCES.
-        inputs: list of {input: array}, of CHECKED_SIZES.
-        expected: our model's outputs for each.
-
-    Returns:
-        A text with the difference and the scale of the output that differs most.
-
-    Raises:
-        ArithmeticError: a difference exceeds the tolerance or is not finite.
-    """
-    differences = []  # (relative to the output's largest number, absolute, largest number)
-    for arrays, outputs in zip(inputs, expected):
-        for found, wanted in zip(run(arrays), outputs):
-            difference = np.abs(np.asarray(found, np.float32) - wanted).max()
-            scale = np.abs(wanted).max()
-            differences.append((np.nan_to_num(difference / scale, nan=np.inf), difference, scale))
-    share, difference, scale = max(differences)
-    said = f"largest difference {difference:.2e} of {scale:.2e}"
-    if share > TOLERANCES[precision]:
-        raise ArithmeticError(
-            f"{component.name} in {precision} differs from the Flax model, {said}; nothing was "
-            "written"
-        )
-    return said
 
 
 def write_beside(pipeline, folder):

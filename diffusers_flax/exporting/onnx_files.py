@@ -57,7 +57,11 @@ def write_onnx(component, pipeline, saved, folder, dtype="float32", int8=False):
         dtype: name of the weights' dtype.
         int8: quantize the weights of matrix products.
     """
-    file, axes = folder / ONNX, tuple(component.axes().values())
+    file = folder / ONNX
+    axes = tuple(
+        {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)}
+        for shape, _ in component.inputs.values()
+    )
     # Weights would double the peak memory of the UNet's trace; other components are small.
     device = "meta" if component.name == "unet" else "cpu"
     tensors = [tensor.to(device) for tensor in example_tensors(component, pipeline, dtype)]

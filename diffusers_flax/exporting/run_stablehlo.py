@@ -5,7 +5,6 @@ Source: the file is jax.export's; see exporting/stablehlo_files.py.
 
 import json
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -111,7 +110,6 @@ def read_input_image(file, shape):
 
 def save_images(images, output):
     """Write images as image files, or as floats to an .npy file; returns the paths."""
-    output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     if output.suffix == ".npy":
         np.save(output, images)
