@@ -162,24 +162,19 @@ def describe_shards(groups: list[RowGroup]) -> str:
     for field in schema:
         role = f"  <- {roles[field.name]}" if field.name in roles else ""
         columns.append(f"{field.name}: {field.type}{role}")
+    pairs = []
+    for names in sorted({group.columns for group in groups}):
+        known = set_of_columns(names).name
+        pairs.append("{} to {} by {}".format(*names) + (f", as in {known}" if known else ""))
     num_bytes = tqdm.format_sizeof(sum(path.stat().st_size for path in shards), suffix="B")
     return "\n".join(
         [
             f"shards      {len(shards)}, {num_bytes}",
             f"rows        {sum(group.num_rows for group in groups)}, row groups {len(groups)}",
-            f"pairs       {describe_pairs(groups)}",
+            f"pairs       {'; '.join(pairs)}",
             "columns     " + "\n            ".join(columns),
         ]
     )
-
-
-def describe_pairs(groups: list[RowGroup]) -> str:
-    """The columns of the pairs, and the known set with these columns."""
-    found = []
-    for columns in sorted({group.columns for group in groups}):
-        name = set_of_columns(columns).name
-        found.append("{} to {} by {}".format(*columns) + (f", as in {name}" if name else ""))
-    return "; ".join(found)
 
 
 def formats_of(cells: Cells, position: int) -> tuple[Pair, list[str]]:

@@ -21,7 +21,6 @@ from diffusers_flax.data.lists import raise_problems, read_objects
 from diffusers_flax.generating.flags import nonblank_lines
 from diffusers_flax.loading.tokenizer import check_text, sequences_of_ids
 
-TEXTS_AT_ONCE = 10_000  # to tokenize
 EXCERPT = 40  # characters of a text in a message
 
 
@@ -143,12 +142,10 @@ def check_lengths(captions, tokenizers, given):
     problems = set()
     rows = [(x.line, key, getattr(x, key)) for x in captions for key in KEYS]
     for tokenizer, length in tokenizers:
-        for start in range(0, len(rows), TEXTS_AT_ONCE):
-            some = rows[start : start + TEXTS_AT_ONCE]
-            all_ids = sequences_of_ids(tokenizer, [text for _, _, text in some])
-            problems |= {
-                (line, f"{key} is too long, {len(ids)} tokens of {length}: {text[:EXCERPT]!r}")
-                for (line, key, text), ids in zip(some, all_ids)
-                if len(ids) > length
-            }
+        all_ids = sequences_of_ids(tokenizer, [text for _, _, text in rows])
+        problems |= {
+            (line, f"{key} is too long, {len(ids)} tokens of {length}: {text[:EXCERPT]!r}")
+            for (line, key, text), ids in zip(rows, all_ids)
+            if len(ids) > length
+        }
     raise_problems(given, sorted(problems))
