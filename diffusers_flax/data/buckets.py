@@ -15,7 +15,6 @@ import numpy as np
 from tqdm import tqdm
 
 from diffusers_flax.data.images import encoded_size
-from diffusers_flax.data.options import Processes
 from diffusers_flax.data.shards import Cells, RowGroup, image_at, latents_metadata, read_columns
 from diffusers_flax.data.streaming import is_remote
 from diffusers_flax.loading.files import save_whole
@@ -130,9 +129,7 @@ def count_sizes(size_of: list[np.ndarray], num_sizes: int) -> np.ndarray:
     return np.array([np.bincount(of_rows, minlength=num_sizes) for of_rows in size_of])
 
 
-def stored_sizes(
-    groups: list[RowGroup], num_threads: int, processes: Processes = Processes()
-) -> np.ndarray:
+def stored_sizes(groups: list[RowGroup], num_threads: int) -> np.ndarray:
     """Width and height of every row's original image, upright, from the files' headers.
 
     The first call reads a column of all shards and saves the sizes of each shard in SIZES_DIR, if
@@ -141,7 +138,6 @@ def stored_sizes(
     Args:
         groups: row groups of images or of latents, in the order of their shards.
         num_threads: threads to read shards with, up to SIZE_READERS.
-        processes: processes with the same directory start at different shards.
 
     Returns:
         Integers (N, 2); (0, 0) without an image or a readable header.
@@ -162,8 +158,6 @@ def stored_sizes(
             "with script.py and script.sh first"
         )
     shards = list({group.path: group for group in groups}.values())
-    first = processes.process_index * len(shards) // processes.process_count
-    shards = shards[first:] + shards[:first]
     with ThreadPoolExecutor(min(num_threads, SIZE_READERS)) as threads:
         sizes = threads.map(sizes_of_shard, shards)
         bar = tqdm(sizes, "image sizes", len(shards), unit="shard", delay=1)
@@ -179,14 +173,16 @@ def sizes_of_shard(shard: RowGroup) -> np.ndarray:
     file = path.parent / SIZES_DIR / f"{path.name}.{column}.{end_checksum(path)}.npy"
     with suppress(OSError):
         return np.load(file)
-    sizes, row = np.zeros((shard.metadata.num_rows, 2), np.int32), 0
+    sizes = []
     for index in range(shard.metadata.num_row_groups):
         group = shard._replace(index=index)
         cells = Cells(group, read_columns(group, [column]))
         for position in range(len(cells.table)):
-            with suppress(Exception):  # null, or damaged data, which make decoders raise anything
-                sizes[row] = encoded_size(image_at(cells, column, position))
-            row += 1
+            try:
+                sizes.append(encoded_size(image_at(cells, column, position)))
+            except Exception:  # null, or damaged data, which make decoders raise anything
+                sizes.append((0, 0))
+    sizes = np.array(sizes, np.int32).reshape(-1, 2)
 
     def save(unfinished):
         with open(unfinished, "wb") as opened:

@@ -65,29 +65,24 @@ class ParquetImagePairs(StoredPairs):
     also `mask`, uint8 (B, R, R) or (B, h, w), 255 where the image may change, 0 without a mask.
 
     Order: an epoch has parts (the greatest common divisor of the global batch size and MAX_PARTS;
-    with sizes 1), and a global batch concatenates equal slices of them. If
-    all processes have the same shards, the parts cover all rows, and process i takes the i-th equal
-    slice of every global batch; less than one global batch of rows is unused. If each process has
-    its own shards, it makes its own parts and batches, and all processes stop when the process with
-    the fewest rows has no more. Each epoch leaves out different rows and yields no row twice.
-    Order, crops and flips depend on the data, seed, epoch, global batch size and `shuffle_buffer`
-    (see `epoch_order`). They do not depend on the number of threads or, if all
-    processes have the same shards, on the number of processes.
+    with sizes 1), and a global batch concatenates equal slices of them. If all processes have the
+    same shards, process i takes the i-th equal slice of every global batch. If each process has
+    its own shards, it makes its own batches, and all processes stop when the process with the
+    fewest rows has no more. Each epoch leaves out different rows and yields no row twice. Order,
+    crops and flips depend on the data, seed, epoch, global batch size and `shuffle_buffer` (see
+    `epoch_order`), and not on the number of threads or, with the same shards, of processes.
 
     Sizes: with `sizes` a pair gets the size nearest in aspect ratio to its original image, and a
-    global batch has one size, the same on every process. A size with less than a global batch of
-    pairs is left out; if each process has its own shards, so is a size with less than one process's
-    batch on any process. Pairs of a size that do not fill a batch wait for the next epoch.
+    global batch has one size, the same on every process. A size with less than a batch of pairs is
+    left out. Pairs of a size that do not fill a batch wait for the next epoch.
 
-    Undecodable pairs: the next decodable row of the same row group, cyclically, replaces the pair
-    and gets its crop and flip. If the row group has none, the following row groups are searched.
-    With sizes only rows of the same size are searched.
-    `num_bad` counts replaced pairs, `bad_rows` names their rows, and each is logged once.
+    Undecodable pairs: the next decodable row, first of the same row group and always of the same
+    size, replaces the pair and gets its crop and flip. `num_bad` counts replaced pairs, `bad_rows`
+    names their rows, and each is logged once.
 
-    Memory: the encoded pairs of a window of shuffle_buffer / parts rows plus up to two row
-    groups, for each part that the process reads, and at most all of its shards; the row groups that
-    are read ahead; `prefetch_batches` batches; with sizes also the encoded pairs of incomplete
-    batches.
+    Memory: for each part the encoded pairs of a window of shuffle_buffer / parts rows plus up to
+    two row groups; the row groups that are read ahead; `prefetch_batches` batches; with sizes also
+    the encoded pairs of incomplete batches.
 
     `state_dict()` is the position after the last batch yielded. A dataset with the same arguments
     that loads it continues with the next batch, bit for bit.
@@ -147,16 +142,13 @@ class ParquetImagePairs(StoredPairs):
             self._stream_identity["sizes"] = " ".join(map(size_name, self.sizes))
 
     def describe_epoch(self) -> str:
-        """Say how many pairs an epoch uses, and how many there are of each size over all processes.
-
-        Returns:
-            "16 of 24 pairs per epoch (pairs by size: 384x640 4, 512x512 20)".
-        """
+        """Such as "16 of 24 pairs per epoch (pairs by size: 384x640 4, 512x512 20)"."""
         text = f"{self.epoch_rows} of {self.num_rows} pairs per epoch"
         if self.directory_sizes is None:
             return text
-        counts = zip(map(size_name, self.sizes), self.size_rows.sum(axis=0))
-        return f"{text} (pairs by size: {', '.join(f'{size} {count}' for size, count in counts)})"
+        counts = zip(self.sizes, self.size_rows.sum(axis=0))
+        texts = (f"{size_name(size)} {count}" for size, count in counts)
+        return f"{text} (pairs by size: {', '.join(texts)})"
 
     def __len__(self) -> int:
         """Batches per epoch of every process."""
@@ -194,7 +186,7 @@ class ParquetImagePairs(StoredPairs):
         self._next_batch = start
         epoch = self._partition.shuffle(self, self.seed, self.epoch, self.reading.shuffle_buffer)
         read = partial(self.read_batches, [epoch.after(start)])
-        batches = decode_batches(read, self.reading, [self])
+        batches = decode_batches(read, self.reading)
         with contextlib.closing(batches):
             for step, batch in enumerate(batches, start=start + 1):
                 self._next_batch = step
@@ -216,13 +208,7 @@ class Partition:
     directory: int  # index of this process's directory
 
     def shuffle(self, pairs: StoredPairs, seed: int, epoch: int, shuffle_buffer: float) -> Epoch:
-        """Draw an epoch's order, crops, flips and instructions.
-
-        Args:
-            pairs: of this process's directory.
-            seed, epoch: of ParquetImagePairs.
-            shuffle_buffer: see Reading.
-        """
+        """Draw an epoch's order, crops, flips and instructions; arguments as of the data set."""
         shard_seed = self.shard_seeds[self.directory]
         group_rows = [group.num_rows for group in pairs.groups]
         of_images, of_texts = (
@@ -261,11 +247,6 @@ class Partition:
         has dealt its slice. So the batches of all processes have the same sizes, and rows of rare
         sizes wait for their batch. The rows of a size take turns: an epoch begins after the last
         row of the epoch before, so that a waiting row is drawn in the next epoch.
-
-        Args:
-            directories: StoredPairs.directory_sizes.
-            seed, epoch: see shuffle.
-            order_parts: epoch_order of a directory.
         """
         batches, places, complete = [], [], []
         for directory, (group_rows, size_of) in enumerate(directories):

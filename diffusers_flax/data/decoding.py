@@ -20,13 +20,15 @@ from diffusers_flax.data.images import (
 )
 from diffusers_flax.data.options import Transform
 from diffusers_flax.data.shards import (
+    TIME_IDS,
     Pair,
     RowGroup,
     choose_instruction,
-    has_time_ids,
     latents_metadata,
 )
 
+PIXELS = ("original_pixel_values", "edited_pixel_values")
+LATENTS = ("original_latents", "edited_latents")
 IMAGE_NAMES = ("original_image", "edited_image")  # in errors, whatever the columns are called
 
 
@@ -45,7 +47,7 @@ class Decoding:
 
     def check(self, group: RowGroup) -> None:
         """Raise a ValueError if the options do not fit a row group."""
-        latents, folder = latents_metadata(group.metadata), group.path.parent
+        latents = latents_metadata(group.metadata)
         for name in ("vae", "shape", "sizes"):
             if (latents or {}).get(name) != (self.latents or {}).get(name):
                 raise ValueError(
@@ -54,42 +56,37 @@ class Decoding:
                 )
         if latents is None:
             return
-        transform = self.transform
-        square = (transform.resolution,) * 2
+        transform, square = self.transform, (self.transform.resolution,) * 2
         resolution, resample = latents["resolution"], latents["image_interpolation_mode"]
         stored = {(w, h) for h, w in latents.get("sizes", [square])}
         has_sizes = stored <= {*self.sizes} and ("sizes" in latents or self.sizes == (square,))
-        made, chosen = (" ".join(map(size_name, sorted(x))) for x in (stored, self.sizes))
+        has_ids = TIME_IDS in group.metadata.schema.names
         problems = {
             "of the centre of each image (--no_random_crop)": transform.random_crop,
             f"of --resolution {resolution}, not {square[0]}": resolution != square[0],
             f"of --image_interpolation_mode {resample}": resample != transform.resample,
-            f"of {BUCKETS} {made}, not {chosen}": not has_sizes,
-            "without time ids of SDXL": transform.micro_conditioning and not has_time_ids(group),
+            f"of {BUCKETS} {' '.join(map(size_name, sorted(stored)))}": not has_sizes,
+            "without time ids of SDXL": transform.micro_conditioning and not has_ids,
         }
         for problem in (text for text, is_one in problems.items() if is_one):
-            raise ValueError(f"{folder} contains latents {problem}; use another directory")
-
-    def image_specs(self, size: int = 0) -> dict[str, tuple[tuple[int, ...], type]]:
-        """{name in a batch: (shape, dtype) of a row} of both images or latents; size: an index."""
-        if self.latents:
-            h, w, C = latent_shape(self.latents, self.sizes[size])
-            return {
-                "original_latents": ((h, w, C), np.float16),
-                "edited_latents": ((h, w, 2 * C), np.float16),
-            }
-        width, height = self.sizes[size]
-        pixels = ((height, width, 3), np.uint8)
-        return {"original_pixel_values": pixels, "edited_pixel_values": pixels}
+            raise ValueError(
+                f"{group.path.parent} contains latents {problem}; use another directory"
+            )
 
     def empty_batch(self, batch_size: int, size: int = 0) -> dict[str, np.ndarray]:
-        """Uninitialized arrays for batch_size pairs; size: an index."""
-        specs = self.image_specs(size)
+        """Uninitialized arrays for batch_size pairs, both images first; size: an index."""
+        width, height = self.sizes[size]
+        shapes, dtype = dict.fromkeys(PIXELS, (height, width, 3)), np.uint8
+        if self.latents:
+            height, width, C = latent_shape(self.latents, (width, height))
+            shapes = dict(zip(LATENTS, ((height, width, C), (height, width, 2 * C))))
+            dtype = np.float16
+        batch = {name: np.empty((batch_size, *shape), dtype) for name, shape in shapes.items()}
         if self.transform.micro_conditioning:
-            specs["time_ids"] = ((6,), np.float32)
+            batch["time_ids"] = np.empty((batch_size, 6), np.float32)
         if self.masks:
-            specs["mask"] = (next(iter(specs.values()))[0][:2], np.uint8)
-        return {name: np.empty((batch_size, *spec[0]), spec[1]) for name, spec in specs.items()}
+            batch["mask"] = np.empty((batch_size, height, width), np.uint8)
+        return batch
 
     def decode(
         self,
@@ -110,8 +107,8 @@ class Decoding:
         Returns:
             The instruction.
         """
-        out = tuple(batch[name][place] for name in self.image_specs())
-        transform = self.transform
+        transform, names = self.transform, LATENTS if self.latents else PIXELS
+        out = tuple(batch[name][place] for name in names)
         flip = transform.random_flip and bool(draw[1] < 0.5)
         crop = draw[0] if transform.random_crop else 0.5
         if self.latents:

@@ -14,15 +14,18 @@ from diffusers_flax.data.options import RESAMPLING
 from diffusers_flax.images import MAX_PIXELS, mask_values, open_image, to_rgb
 from diffusers_flax.messages import one_line
 
-JPEG_START = b"\xff\xd8"
+JPEG_START, START_OF_SCAN = b"\xff\xd8", b"\xff\xda"
 ORIENTATION = ExifTags.Base.Orientation
 EXIF_OR_XMP = (b"Exif\0\0", b"http://ns.adobe.com/xap/")  # of JPEG; Pillow reads both
 MAX_ASPECT_ERROR = 0.02  # log ratio; image models round sides to multiples of 8
 MAX_ASPECT = 20  # of an image; scaling up the shorter side of a longer one takes too much memory
 # Warnings of libjpeg after which it fills in pixels. simplejpeg raises the first of a file.
 LOST_PIXELS = (
-    *("Premature end", "premature end", "bad Huffman code", "bad arithmetic code"),
-    *("instead of RST", "Inconsistent progression"),
+    "remature end",
+    "bad Huffman code",
+    "bad arithmetic",
+    "instead of RST",
+    "progression",
 )
 
 
@@ -43,8 +46,7 @@ def load_image(path):
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; check the path") from None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path} cannot be read as an image: {reason}") from error
+        raise ValueError(f"{path} cannot be read as an image: {error}") from error
 
 
 @contextmanager
@@ -163,11 +165,9 @@ def encoded_size(data: bytes) -> tuple[int, int]:
 
 def exif_orientation(data: bytes) -> int:
     """The EXIF orientation of a JPEG, 1 to 8; 1 (upright) if it has none."""
-    position = 2
-    while data[position : position + 1] == b"\xff" and data[position + 1] != 0xDA:  # up to the scan
-        if data[position + 1] == 0xE1 and data.startswith(EXIF_OR_XMP, position + 4):
-            return open_image(io.BytesIO(data)).getexif().get(ORIENTATION, 1)
-        position += 2 + int.from_bytes(data[position + 2 : position + 4])
+    head = data[: data.find(START_OF_SCAN)]
+    if any(mark in head for mark in EXIF_OR_XMP):
+        return open_image(io.BytesIO(data)).getexif().get(ORIENTATION, 1)
     return 1
 
 

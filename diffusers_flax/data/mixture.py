@@ -28,10 +28,10 @@ from diffusers_flax.data.reading import (
     stream_settings,
 )
 from diffusers_flax.data.shards import MASK, MASK_COLUMNS, shard_files
-from diffusers_flax.data.streaming import is_remote, read_footer
+from diffusers_flax.data.streaming import is_remote, list_files, read_footer
 
 DRAWS_PER_COUNT = 4  # numbers per value of Philox's counter
-DRAWS_AT_ONCE = 1 << 20  # in count_draws, to save memory
+STEPS_AT_ONCE = 4096  # in count_draws, to save memory
 
 
 class Mixture:
@@ -45,16 +45,12 @@ class Mixture:
     An iteration yields batches without end, as ParquetImagePairs does. The next iteration continues
     after the last batch yielded.
 
-    If all processes have the same shards of a set, the stream has all of its rows, and a process
-    takes the rows of its slice of the global batches, which are the same for any number of
-    processes. If each process has its own shards of a set, it has its own stream of them for the
-    rows of its slice. Sets of both kinds may be mixed.
+    If all processes have the same shards of a set, a process takes the rows of its slice of the
+    global batches, which are the same for any number of processes. If each process has its own
+    shards of a set, it has its own stream of them. Sets of both kinds may be mixed.
 
-    Undecodable pairs are replaced by pairs of the same set, as in ParquetImagePairs.
-
-    Memory: for each set the encoded pairs of a window of shuffle_buffer * share rows plus up to two
-    row groups, or the whole set if the window is longer; the row groups that are read ahead;
-    `prefetch_batches` batches.
+    Undecodable pairs are replaced by pairs of the same set. Memory is that of ParquetImagePairs for
+    each set, with a window of shuffle_buffer * share rows.
 
     `state_dict()` is the position after the last batch yielded. A mixture with the same arguments
     that loads it continues with the next batch, bit for bit.
@@ -154,15 +150,12 @@ class Mixture:
     def count_draws(self, step: int) -> np.ndarray:
         """Number of rows drawn from this process's stream of each set before a step."""
         first, counts = self._counted
-        if step < first:
-            first, counts = 0, np.zeros_like(counts)
-        at_once = max(1, DRAWS_AT_ONCE // self.global_batch_size)
-        for start in range(first, step, at_once):
-            sets = self.draw_sets(start, min(at_once, step - start))
-            counts = counts + [
-                np.count_nonzero(sets[:, rows.start : rows.stop] == number)
-                for number, rows in enumerate(self._drawing)
-            ]
+        first, counts = (0, np.zeros_like(counts)) if step < first else (first, counts.copy())
+        for start in range(first, step, STEPS_AT_ONCE):
+            sets = self.draw_sets(start, min(STEPS_AT_ONCE, step - start))
+            for number, rows in enumerate(self._drawing):
+                drawn = sets[:, rows.start : rows.stop]
+                counts[number] += np.count_nonzero(drawn == number)
         self._counted = step, counts
         return counts
 
@@ -196,7 +189,7 @@ class Mixture:
 
     def __iter__(self) -> Iterator[dict]:
         refuse_torch_workers()
-        batches = decode_batches(self._read_batches, self.reading, self.sets)
+        batches = decode_batches(self._read_batches, self.reading)
         with contextlib.closing(batches):
             for batch in batches:
                 self._step += 1
@@ -233,18 +226,11 @@ class Mixture:
             for number_of_pass in itertools.count(first_pass)
         )
         rest = next(epochs).after(skipped)
-        # A window that has all rows needs all row groups at all times.
-        keep = buffer / partition.total_parts >= num_rows
-        return pairs.read_batches(itertools.chain([rest], epochs), threads, keep)
+        return pairs.read_batches(itertools.chain([rest], epochs), threads)
 
 
 def one_part(pairs: StoredPairs, number: int) -> Partition:
-    """The Partition of a set's passes: this process's rows of the set one by one.
-
-    Args:
-        pairs: the set.
-        number: number of the set, a seed of its orders.
-    """
+    """The Partition of the passes of set `number`: this process's rows of the set one by one."""
     own, shard_seed = 0, (number,)
     if len(pairs.directories) > 1:  # the order belongs to the shards, whichever process has them
         own = pairs.processes.process_index
@@ -275,12 +261,10 @@ def check_sets(
         )
     if sizes is not None and len(train_data_dirs) > 1:
         raise ValueError(f"{BUCKETS} goes with one --train_data_dir; leave out {BUCKETS}")
-    is_finite = all(0 < weight < math.inf for weight in weights)
-    if weights and not (is_finite and len(weights) == len(train_data_dirs) > 1):
-        given = " ".join(format(weight, "g") for weight in weights)
+    if weights and not (len(weights) == len(train_data_dirs) > 1 and min(weights) > 0):
         raise ValueError(
-            f"--train_data_weights {given}: give a weight for each of several "
-            "--train_data_dir, above 0 and finite, or none"
+            f"--train_data_weights {' '.join(format(weight, 'g') for weight in weights)}: give a "
+            "weight for each of several --train_data_dir, above 0, or none"
         )
 
 
@@ -291,25 +275,24 @@ def columns_of_sets(train_data_dirs: Sequence[str], columns: Columns) -> list[Co
     """
     shards = map(first_metadata, train_data_dirs)
     names = [{*shard.schema.to_arrow_schema().names} if shard else set() for shard in shards]
-    all_names = set().union(*names)
-    masks = [columns.mask] * len(names)
-    if columns.mask in ("", *all_names) and all_names & {MASK, *MASK_COLUMNS, columns.mask}:
-        masks = [
-            columns.mask if columns.mask in own else "" if own & {MASK, *MASK_COLUMNS} else None
-            for own in names
-        ]
-    of_pairs = columns.original_image, columns.edited_image, columns.edit_prompt
-    return [
-        Columns(*(name if name in own or name not in all_names else "" for name in of_pairs), mask)
-        for own, mask in zip(names, masks)
-    ]
+    all_names, mask_names = set().union(*names), {MASK, *MASK_COLUMNS, columns.mask}
+    given = columns.original_image, columns.edited_image, columns.edit_prompt
+    all_columns = []
+    for own in names:
+        mask = columns.mask
+        if mask is not None and all_names & mask_names and (mask in all_names or not mask):
+            mask = mask if mask in own else "" if own & mask_names else None
+        of_pairs = (name if name in own or name not in all_names else "" for name in given)
+        all_columns.append(Columns(*of_pairs, mask))
+    return all_columns
 
 
 def first_metadata(directory: str) -> pq.FileMetaData | None:
     """The metadata of a directory's first shard; None if it cannot be read."""
     try:
-        path = shard_files(directory)[0]
-        return read_footer(path) if is_remote(directory) else pq.read_metadata(path)
+        if is_remote(directory):
+            return read_footer(list_files(directory)[0])
+        return pq.read_metadata(shard_files(directory)[0])
     except (pa.ArrowException, OSError, IndexError):  # list_row_groups says what is wrong
         return None
 

@@ -1,7 +1,7 @@
 """Reading and decoding pairs ahead, in threads, with replacements for undecodable pairs.
 
     pairs = StoredPairs("data", Columns(), Transform(), Processes(), Reading())
-    for batch in decode_batches(partial(pairs.read_batches, [epoch]), Reading(), [pairs]): ...
+    for batch in decode_batches(partial(pairs.read_batches, [epoch]), Reading()): ...
 
 dataset.py and mixture.py choose the rows of each batch.
 """
@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache, lru_cache, partial
-from threading import Event
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -89,7 +88,6 @@ class StoredPairs:
         size_rows: (directories, sizes), number of rows.
         directory_sizes: after choose_sizes, per directory the number of rows of its row groups and
             size_of; else None.
-        stopped: if it is set, failed requests of streamed shards are not repeated.
     """
 
     def __init__(
@@ -124,7 +122,6 @@ class StoredPairs:
         self.bad_rows: dict[tuple[str, int], str] = {}
         self._first_rows = np.cumsum([0] + [group.num_rows for group in self.groups])
         self._is_streamed = is_remote(train_data_dir)
-        self.stopped = self.groups[0].path.stopped if self._is_streamed else Event()
         groups = self.groups
         self._read_again = lru_cache(GROUPS_READ_AGAIN)(lambda g: read_row_group(groups[g]))
         self.size_of = np.zeros(self._first_rows[-1], int)
@@ -141,16 +138,15 @@ class StoredPairs:
             ValueError: a shard is damaged, or latents of a size are less than a batch.
         """
         processes, is_shared = self.processes, len(self.directories) == 1
-        stored = stored_sizes(self.groups, self.reading.threads, processes).astype(np.int32)
-        group_rows, image_sizes = (
-            [x] if is_shared else gather_rows(x, processes.all_gather)
-            for x in (np.array([group.num_rows for group in self.groups], np.int32), stored)
-        )
-        sizes, size_of = choose_sizes(
-            image_sizes,
-            self.decoding.sizes,
-            batch_size * processes.process_count if is_shared else batch_size,
-        )
+        stored = stored_sizes(self.groups, self.reading.threads).astype(np.int32)
+        group_rows = np.array([group.num_rows for group in self.groups], np.int32)
+        if is_shared:
+            group_rows, image_sizes = [group_rows], [stored]
+            batch_size *= processes.process_count
+        else:
+            group_rows = gather_rows(group_rows, processes.all_gather)
+            image_sizes = gather_rows(stored, processes.all_gather)
+        sizes, size_of = choose_sizes(image_sizes, self.decoding.sizes, batch_size)
         self.size_of = size_of[0 if is_shared else processes.process_index]
         if self.latents and (np.array(sizes)[self.size_of] != stored).any():
             raise ValueError(
@@ -188,9 +184,7 @@ class StoredPairs:
             "data": hashlib.sha256(str(sorted(self.directories)).encode()).hexdigest()[:16],
         }
 
-    def read_batches(
-        self, epochs: Iterable[Epoch], threads: Executor, keep: bool = False
-    ) -> Iterator[list[BatchRow]]:
+    def read_batches(self, epochs: Iterable[Epoch], threads: Executor) -> Iterator[list[BatchRow]]:
         """Yield the rows of each batch of some epochs.
 
         A row group is in memory while rows are read of it; rows that are read before their batch
@@ -200,13 +194,11 @@ class StoredPairs:
         Args:
             epochs: one after the other.
             threads: which take pairs from row groups before their batch.
-            keep: keep all row groups in memory.
         """
 
         def read(g: int) -> Cells:
             return read_row_group(self.groups[g])
 
-        read = cache(read) if keep else read
         num_ahead = STREAMED_AHEAD if self._is_streamed else 1
         plans, plans_ahead = itertools.tee(map(self._plan, epochs))
         needed = (g for *_, groups in plans_ahead for g in groups)
@@ -251,7 +243,18 @@ class StoredPairs:
         own, size = int(self._group_of(row)), int(self.size_of[row])
         self.num_bad += 1
         self._record_bad_row(row, error)
-        self._check_bad()
+        # Later passes count nothing twice: an end and a beginning may both have all bad rows.
+        num_bad = min(self.num_bad, len(self.bad_rows))
+        least = min(MIN_ROWS_FOR_BAD_FRACTION, self.epoch_rows)
+        num_rows = max(min(self.num_seen, len(self.size_of)), least)
+        if num_bad > self.reading.max_bad_fraction * num_rows:
+            (shard, bad_row), reason = next(reversed(self.bad_rows.items()))
+            raise ValueError(
+                f"{num_bad} pairs of {self.train_data_dir} cannot be used, more than "
+                f"--max_bad_fraction {self.reading.max_bad_fraction} of {num_rows}; for example "
+                f"{shard} row {bad_row} ({reason}); parquet_processing.py --train_data_dir lists "
+                "them"
+            )
         # Cyclically, first of the same row group.
         first, stop, end = (int(self._first_rows[g]) for g in (own, own + 1, -1))
         parts = range(row + 1, stop), range(first, row), range(stop, end), range(first)
@@ -261,15 +264,10 @@ class StoredPairs:
             g = int(self._group_of(candidate))
             try:
                 pair = pair_at(self._read_again(g), candidate - int(self._first_rows[g]))
-                prompt = self.decoding.decode(batch, place, pair, draw)
+                return self.decoding.decode(batch, place, pair, draw)
             except ValueError as candidate_error:
                 self._record_bad_row(candidate, candidate_error)
-                continue
-            return prompt
-        raise ValueError(
-            f"none of the {np.sum(self.size_of == size)} pairs of {self.train_data_dir} can "
-            f"be used ({next(iter(self.bad_rows.values()))})"
-        )
+        raise ValueError(f"none of the pairs of {self.train_data_dir} can be used ({error})")
 
     def _name(self, row: int) -> tuple[str, int]:
         """(shard name, row of the shard) of a row of the directory."""
@@ -284,25 +282,10 @@ class StoredPairs:
             self.bad_rows[name] = str(error)
             logger.warning("%s row %d: %s; another row takes its place", *name, error)
 
-    def _check_bad(self) -> None:
-        """Raise a ValueError if more pairs were replaced than max_bad_fraction."""
-        # Later passes count nothing twice: an end and a beginning may both have all bad rows.
-        num_bad = min(self.num_bad, len(self.bad_rows))
-        least = min(MIN_ROWS_FOR_BAD_FRACTION, self.epoch_rows)
-        num_rows = max(min(self.num_seen, len(self.size_of)), least)
-        if num_bad > self.reading.max_bad_fraction * num_rows:
-            (shard, row), reason = next(reversed(self.bad_rows.items()))
-            raise ValueError(
-                f"{num_bad} pairs of {self.train_data_dir} cannot be used, more than "
-                f"--max_bad_fraction {self.reading.max_bad_fraction} of {num_rows}; for example "
-                f"{shard} row {row} ({reason}); parquet_processing.py --train_data_dir lists them"
-            )
-
 
 def decode_batches(
     read: Callable[[Executor], Iterator[list[BatchRow]]],
     reading: Reading,
-    sets: list[StoredPairs],
 ) -> Iterator[dict]:
     """Decode batches in threads.
 
@@ -311,13 +294,10 @@ def decode_batches(
     Args:
         read: of the decoding threads, makes a generator of the rows of each batch.
         reading: number of threads and of batches decoded ahead.
-        sets: which the rows are of.
 
     Yields:
         Batches, see ParquetImagePairs.
     """
-    for pairs in sets:
-        pairs.stopped.clear()
     reader = ThreadPoolExecutor(1, "parquet-read")
     decoders = ThreadPoolExecutor(reading.threads, "parquet-decode")
     encoded = read(decoders)
@@ -349,8 +329,6 @@ def decode_batches(
                 row.pairs.num_seen += 1
             yield batch
     finally:  # also when the consumer stops early
-        for pairs in sets:
-            pairs.stopped.set()
         reader.shutdown(cancel_futures=True)
         decoders.shutdown(cancel_futures=True)
         encoded.close()

@@ -6,6 +6,7 @@ for group in list_row_groups("data"):
 """
 
 import hashlib
+import itertools
 import json
 import os
 from collections import Counter
@@ -19,17 +20,14 @@ import pyarrow.parquet as pq
 
 from diffusers_flax.data.known_sets import COLUMN_FLAGS, nearest_set
 from diffusers_flax.data.options import Columns
-from diffusers_flax.data.streaming import RemoteFile, is_remote, list_files, open_shards
+from diffusers_flax.data.streaming import RemoteFile, is_remote, open_shards
 from diffusers_flax.messages import first_names, one_line
 
-TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())  # or a dictionary of one
-BINARY_TYPES = (pa.binary(), pa.large_binary(), pa.binary_view())  # likewise
 MASK_COLUMNS = ("mask_img", "mask_image", "mask", "MASK_IMG")  # names of columns of masks
 MASK = "mask"  # column of shards of latents: uint8 (h, w), see decoding.reduce_mask
 TIME_IDS = "time_ids"  # column of shards of latents: float32 (2, 6), see decode_pair
 LATENTS = b"latents"  # metadata key of shards by cache_latents.py: how their latents were made
 UNFINISHED_DIR = ".unfinished"  # subdirectory; marks an incomplete directory of shards
-INDEX_HINT = "; if it is the index of archives, make shards with parquet_processing.py --pairs DIR"
 READ_ROWS = 32  # rows that are read at a time, to save memory
 READ_BYTES = 8 << 20  # read buffer; without one pyarrow reads whole column chunks
 
@@ -91,12 +89,12 @@ def list_row_groups(
         names, mask = find_columns(schema, path, columns), ""
         if columns.mask is not None:
             is_latents = latents_metadata(metadata) is not None
-            mask = MASK if is_latents else find_mask_column(schema, path, columns.mask)
-            if mask not in schema.names:
+            if is_latents and MASK not in schema.names:
                 raise ValueError(
                     f"{path} has latents without masks, which --mask_loss_weight needs; make them "
                     "in another directory with cache_latents.py --cache_masks"
                 )
+            mask = MASK if is_latents else find_mask_column(schema, path, columns.mask)
         first_row = 0
         for index in range(metadata.num_row_groups):
             num_rows = metadata.row_group(index).num_rows
@@ -135,10 +133,8 @@ def open_local_shards(directory: Path, flag: str) -> list[tuple[Path, pq.FileMet
     return shards
 
 
-def shard_files(directory: str | Path) -> list[Path] | list[RemoteFile]:
+def shard_files(directory: str | Path) -> list[Path]:
     """The shards of a directory by name, without hidden files such as ._a.parquet of macOS."""
-    if is_remote(directory):
-        return list_files(directory)
     return sorted(Path(directory).glob("[!.]*.parquet"))
 
 
@@ -146,12 +142,6 @@ def latents_metadata(metadata: pq.FileMetaData) -> dict | None:
     """How cache_latents.py made a shard's latents; None for a shard of images."""
     text = (metadata.metadata or {}).get(LATENTS)
     return None if text is None else json.loads(text)
-
-
-def has_time_ids(group: RowGroup) -> bool:
-    """Whether a row group of latents also has the time ids of SDXL."""
-    is_latents = latents_metadata(group.metadata) is not None
-    return is_latents and TIME_IDS in group.metadata.schema.names
 
 
 def source_columns(group: RowGroup) -> list[str]:
@@ -202,16 +192,15 @@ def find_mask_column(
 def check_column(schema: pa.Schema, path: Path | RemoteFile, name: str, flag: str) -> None:
     """Raise a ValueError for a column that is missing or of a type that does not fit its flag."""
     if name not in schema.names:
-        hint = "" if has_bytes(schema) else INDEX_HINT
         raise ValueError(
-            f"{path} has no column {name}; it has {first_names(schema.names)}: choose with "
-            f"--{flag}{hint}"
+            f"{path} has no column {name}; it has {first_names(schema.names)}: choose with --{flag}"
         )
-    data_type = schema.field(name).type
+    data_type = str(schema.field(name).type)  # such as struct<bytes: binary, path: string>
+    has_text, has_images = "string" in data_type, "binary" in data_type
     if flag == "edit_prompt_column":
-        wanted, fits = "text or a list of texts", is_text(data_type) or is_list_of_text(data_type)
+        wanted, fits = "text or a list of texts", has_text and not has_images
     else:
-        wanted, fits = "encoded images or text with the paths of their files", is_image(data_type)
+        wanted, fits = "encoded images or paths of their files", has_text or has_images
     if not fits:
         raise ValueError(
             f"{path}: column {name} is {data_type}, not {wanted}; it has "
@@ -224,36 +213,15 @@ def has_bytes(schema: pa.Schema) -> bool:
     return any("binary" in str(data_type) for data_type in schema.types)
 
 
-def is_text(data_type: pa.DataType) -> bool:
-    """Whether a type is text, directly or in a dictionary."""
-    is_dictionary = pa.types.is_dictionary(data_type)
-    return (data_type.value_type if is_dictionary else data_type) in TEXT_TYPES
-
-
-def is_list_of_text(data_type: pa.DataType) -> bool:
-    """Whether a type is a list of texts, of variable or fixed length."""
-    is_list = isinstance(data_type, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
-    return is_list and is_text(data_type.value_type)
-
-
-def is_image(data_type: pa.DataType) -> bool:
-    """Whether a type is encoded images or paths, or a struct with a field of either."""
-    if pa.types.is_struct(data_type):
-        fields = {field.name: field.type for field in data_type}
-        return any(name in fields and is_image(fields[name]) for name in ("bytes", "path"))
-    is_dictionary = pa.types.is_dictionary(data_type)
-    data_type = data_type.value_type if is_dictionary else data_type
-    return data_type in (*TEXT_TYPES, *BINARY_TYPES)
-
-
 def read_row_group(group: RowGroup) -> Cells:
     """Read the columns of a row group.
 
     Raises:
         ValueError: the data are damaged.
     """
-    names = [*group.columns, *[TIME_IDS] * has_time_ids(group)]
-    return Cells(group, read_columns(group, names + [group.mask_column] * bool(group.mask_column)))
+    names = [name for name in (*group.columns, group.mask_column) if name]
+    names += [TIME_IDS] * (TIME_IDS in group.metadata.schema.names)
+    return Cells(group, read_columns(group, names))
 
 
 def read_columns(group: RowGroup, names: list[str]) -> pa.Table:
@@ -312,18 +280,11 @@ def pair_at(cells: Cells, position: int) -> Pair:
 
 
 def image_at(cells: Cells, name: str, position: int) -> bytes | None:
-    """The encoded image of a row; it may be a file beside the shard.
-
-    Raises:
-        ValueError: see read_beside.
-    """
+    """The encoded image of a row; it may be a file beside the shard, see read_beside."""
     data = cells.table[name][position].as_py()
-    path = data if isinstance(data, str) else None
     if isinstance(data, dict):
-        data, path = data.get("bytes"), data.get("path")
-    if path and not isinstance(data, bytes):
-        return read_beside(cells.group.path.parent, path)
-    return data
+        data = data.get("path") if data.get("bytes") is None else data["bytes"]
+    return read_beside(cells.group.path.parent, data) if isinstance(data, str) else data
 
 
 def read_beside(folder: Path | str, path: str) -> bytes:
@@ -345,13 +306,13 @@ def read_beside(folder: Path | str, path: str) -> bytes:
     file = os.path.normpath(os.path.join(root, path))
     if not file.startswith(os.path.join(root, "")):
         raise ValueError(
-            f"{path} is outside of {folder}; write paths relative to it, and link a directory of "
-            "images into it, or make shards with parquet_processing.py --pairs"
+            f"{path} is outside of {folder}; link a directory of images into it, or make shards "
+            "with parquet_processing.py --pairs"
         )
     try:
         return Path(file).read_bytes()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from error
 
 
 def choose_instruction(instruction: str | tuple[str, ...], draw: float) -> str:
@@ -412,8 +373,7 @@ def gather_directories(
 
     Args:
         shards: this process's shards, see `shard_ids`.
-        all_gather: collective, array -> stacked arrays of all processes. None: there is only one
-            process, or all processes have the same shards.
+        all_gather: see Processes.
 
     Returns:
         One sorted list if all processes have the same shards, else one sorted list per process.
@@ -423,12 +383,11 @@ def gather_directories(
     """
     if all_gather is None:
         return [sorted(shards)]
-
     tables = gather_rows(np.array(sorted(shards), np.uint32), all_gather)
     directories = [[tuple(row) for row in table.tolist()] for table in tables]
     if all(directory == directories[0] for directory in directories):
         return directories[:1]
-    counts = Counter(shard for directory in directories for shard in directory)
+    counts = Counter(itertools.chain(*directories))
     if twice := [shards.get(shard, "a shard") for shard, count in counts.items() if count > 1]:
         raise ValueError(
             f"several processes have {twice[0]}, but their directories differ; give every process "

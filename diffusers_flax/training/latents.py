@@ -24,7 +24,6 @@ from diffusers_flax.data.shards import (
     LATENTS,
     MASK,
     TIME_IDS,
-    is_list_of_text,
     latents_metadata,
     list_row_groups,
     pair_at,
@@ -127,7 +126,7 @@ class LatentWriter:
     def write(self, path, groups, metadata):
         """Encode a shard, one row group at a time; metadata: dict to store in the file."""
         prompt_type = groups[0].metadata.schema.to_arrow_schema().field(groups[0].columns[2]).type
-        text = pa.list_(pa.string()) if is_list_of_text(prompt_type) else pa.string()
+        text = pa.list_(pa.string()) if "list" in str(prompt_type) else pa.string()
         stored = metadata.get("sizes")  # (height, width) each
         sizes = stored or [(self.config.resolution,) * 2]
         names = (*LATENT_COLUMNS, *[MASK] * bool(groups[0].mask_column), *[SIZE] * bool(stored))

@@ -22,7 +22,6 @@ from shards import (
 
 from diffusers_flax.data import buckets
 from diffusers_flax.data.buckets import bucket_sizes, nearest_sizes, stored_sizes
-from diffusers_flax.data.options import Processes
 from diffusers_flax.data.shards import list_row_groups
 
 SIZES = bucket_sizes(8, ("6x12", "8x8", "12x6"))  # tallest first
@@ -211,7 +210,7 @@ def test_sizes_are_read_once(tmp_path, monkeypatch):
     expected = [[30, 10], [10, 30], [0, 0], [0, 0]] + [[9, 10]] * 5
     assert stored_sizes(groups, 2).tolist() == expected
     monkeypatch.setattr(buckets, "encoded_size", None)
-    assert stored_sizes(groups, 2, Processes(1, 2)).tolist() == expected
+    assert stored_sizes(groups, 2).tolist() == expected
     some = [groups[0]._replace(num_rows=3)]  # max_rows
     assert stored_sizes(some, 2).tolist() == expected[:3]
     monkeypatch.undo()

@@ -190,6 +190,6 @@ def test_files_outside_of_the_directory_are_not_read(tmp_path):
     (batch,) = dataset
     assert (batch[ORIGINAL] == 2).all()
     reasons = [dataset.bad_rows["a.parquet", n] for n in range(4)]
-    assert all(f"{paths[n]} is outside of {folder}; write paths" in reasons[n] for n in range(2))
+    assert all(f"{paths[n]} is outside of {folder}; link" in reasons[n] for n in range(2))
     assert reasons[2] == f"{folder}/gone.png: No such file or directory"
     assert reasons[3] == "original_image: no image bytes in the shard"

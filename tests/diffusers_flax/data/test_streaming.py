@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import fsspec
@@ -156,31 +155,6 @@ def test_a_dataset_of_the_hub(numbered, hub, monkeypatch, tmp_path, capsys):
     assert_same(of_folder, expected)
 
 
-def test_ctrl_c_does_not_wait_for_a_server_that_fails(numbered, monkeypatch):
-    """Also while a batch is awaited; the same set goes on afterwards."""
-
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    with FlakyServer(contents(numbered), redirect=False) as server:
-        pairs = open_pairs(server.url(""), batch_size=6, resolution=8)
-        server.faults["shard-0.parquet"] = Fault(hub=[502] * 10_000)
-        monkeypatch.setattr(streaming, "FIRST_PAUSE", 1)
-        monkeypatch.setattr(streaming, "LAST_PAUSE", 60)
-        handler, started = signal.signal(signal.SIGALRM, interrupt), time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, 1)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                list(pairs)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, handler)
-        assert time.monotonic() - started < 10
-        server.faults.clear()
-        pairs.set_epoch(0)
-        assert len(list(pairs)) == len(pairs)
-
-
 def test_errors_name_the_url_and_the_reason(numbered, hub):
     def error_of(url):
         with pytest.raises(ValueError) as error:
@@ -194,7 +168,7 @@ def test_errors_name_the_url_and_the_reason(numbered, hub):
         pairs = open_pairs(server.url(""), batch_size=6, resolution=8)
         for status in (502, 403):
             server.faults["shard-0.parquet"] = Fault(hub=[status] * 1000)
-            with pytest.raises(ValueError, match=rf"shard-0.parquet: HTTP {status}"):
+            with pytest.raises(ValueError, match=rf"shard-0.parquet: .*HTTP {status}"):
                 list(pairs)
         server.faults.clear()
         server.files["bad.parquet"] = b"no parquet"
