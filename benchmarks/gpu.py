@@ -18,8 +18,8 @@ message. For a second run in the same place set JAX_COMPILATION_CACHE_DIR; PyTor
 
 PyTorch has bfloat16 (autocast in training), fused AdamW, an average updated in few launches, its
 own attention kernels, cuDNN's fastest algorithms (cudnn.benchmark), and the text encoded once per
-image. "eager" has contiguous kernels and images, "channels_last" is eager too, "compiled" is
-torch.compile in its default mode, with channels_last. Inputs and images stay on the GPU. SDXL's VAE
+image. "eager" has contiguous kernels and images, "compiled" is torch.compile in its default mode,
+with channels_last. Inputs and images stay on the GPU. SDXL's VAE
 decodes in float32 in ours without --vae_dtype, as its config asks (force_upcast), and in bfloat16
 in PyTorch's. The share of the peak counts the FLOPs of the plain UNet, also for the accelerated
 image.
@@ -47,15 +47,15 @@ import torch
 from benchmarks.harness import (
     TimingFlags,
     describe_machine,
-    first_seconds,
     in_new_process,
+    in_turn,
+    mean_seconds,
     run_benchmark,
-    time_in_this_process,
     write_contenders,
     write_row,
 )
 from benchmarks.ours import our_contender, tiny_edit
-from benchmarks.pytorch import NAMES, can_compile, torch_contenders
+from benchmarks.pytorch import NAMES, can_compile, torch_contender
 from benchmarks.works import Work
 from diffusers_flax.messages import one_line
 
@@ -86,8 +86,7 @@ class Config(TimingFlags):
 
     size: Literal["full", "tiny"] = "full"  # tiny: tiny models, also on a CPU
     rows: tuple[Literal[*ROWS, AGREEMENT], ...] = (*ROWS, AGREEMENT)  # in this order
-    # eager: contiguous; channels_last: eager too; compiled: torch.compile; none: ours only
-    pytorch: tuple[Literal[*NAMES, "none"], ...] = NAMES
+    pytorch: tuple[Literal[*NAMES, "none"], ...] = NAMES  # compiled: torch.compile; none: ours only
     seconds: float = 1.0  # of a measurement, at least; one pass at least
     output: str = "benchmarks/results/gpu.json"
 
@@ -100,8 +99,7 @@ def find_device(config):
     """
     is_gpu = jax.default_backend() == "gpu"
     if is_gpu != torch.cuda.is_available():
-        sees, blind = ("jax", "torch") if is_gpu else ("torch", "jax")
-        raise ValueError(f"{sees} sees a GPU and {blind} does not; install {blind} with CUDA")
+        raise ValueError("only one of jax and torch sees a GPU; install the other with CUDA")
     if not is_gpu and config.size != "tiny":
         raise ValueError("no GPU is visible; --size tiny tries the benchmark on a CPU")
     if is_gpu and jax.device_count() > 1:
@@ -109,10 +107,10 @@ def find_device(config):
     return "cuda" if is_gpu else "cpu"
 
 
-def start_ours(work, options):
-    """(run, seconds of making it and of the first pass) of our contender."""
+def start(make_run, work, **options):
+    """(run, seconds of making it and of the first pass) of a contender."""
     started = time.monotonic()
-    run = our_contender(work, **options)
+    run = make_run(work, **options)
     run()
     return run, time.monotonic() - started
 
@@ -125,21 +123,23 @@ def measure_row(config, name, device, machine):
         work = work._replace(num_inference_steps=10)
     options = {"ours": {}} | OPTIONS.get(name, {})
     with ThreadPoolExecutor() as pool:
-        started = {x: pool.submit(start_ours, work, some) for x, some in options.items()}
-        names = [name for name in config.pytorch if name != "none"]
-        theirs = torch_contenders(work, names, device)
-        theirs = {f"torch {contender}": both for contender, both in theirs.items()}
-        first, contenders = first_seconds(theirs), {}
-        for contender, result in started.items():
-            run, seconds = result.result()
-            contenders[contender], first[contender] = ((lambda: None), run), [seconds]
-    contenders |= theirs
-    row = {"dtype": "bfloat16", "batch_size": work.batch_size, "flops": work.count_flops()}
+        ours = {x: pool.submit(start, our_contender, work, **some) for x, some in options.items()}
+        theirs = {
+            f"torch {form}": start(torch_contender, work, name=form, device=device)
+            for form in config.pytorch
+            if form != "none"
+        }
+        started = {x: future.result() for x, future in ours.items()} | theirs
+    passes = {contender: [] for contender in started}
+    for contender in in_turn(list(started), config.rounds):
+        run, _ = started[contender]
+        run()  # warms the caches; threads of the previous contender go idle
+        passes[contender].append(mean_seconds(run, config.seconds))
+    first = {contender: [seconds] for contender, (_, seconds) in started.items()}
+    more = {}
     if name == "image_batch" and (published := PUBLISHED_IMAGES.get(jax.devices()[0].device_kind)):
-        row["published_samples_per_second"] = published
-    seconds = time_in_this_process(contenders, config)
-    row |= {"first_seconds": first, "seconds": seconds}
-    write_contenders(work.case, row, machine, config.output)
+        more = {"published_samples_per_second": published}
+    write_contenders(work, first, passes, machine, config.output, more)
 
 
 def measure_agreement(config, machine):
@@ -168,11 +168,9 @@ def run(config):
             print(f"{name} is left out: {type(error).__name__}: {one_line(error, 300)}", flush=True)
             failed.append(name)
         gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()  # for the other library
+        torch.cuda.empty_cache()  # for the other library
     if failed:
-        print(f"error: {', '.join(failed)} not measured; see above", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(f"error: {', '.join(failed)} not measured; see above")
 
 
 def main(args=None):

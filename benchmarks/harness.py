@@ -34,7 +34,6 @@ from diffusers_flax.loading.files import read_json, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "diffusers", "transformers", "numpy")
-GIB = 2**30
 Pixels = Annotated[int, AtLeast(64), MultipleOf(64)]  # of images
 
 
@@ -46,7 +45,12 @@ class TimingFlags:
     seconds: float = 30.0  # of a measurement, at least; one pass at least
 
 
-# ---------------------------------------------------------------------------- rows
+@dataclass(frozen=True, kw_only=True)
+class CpuFlags(TimingFlags):
+    """The same on a CPU."""
+
+    tiny: bool = False  # tiny models, to try this
+    resolution: Pixels = 256  # pixels
 
 
 def run_benchmark(config_class, work, description, args=None):
@@ -63,8 +67,7 @@ def write_row(case, row, machine, output):
         machine: describe_machine(), called before it was measured.
         output: the file.
     """
-    program = Path(sys.argv[0]).stem
-    command = shlex.join(["python", "-m", f"benchmarks.{program}", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     row, file = row | {"command": command, "machine": machine}, Path(output)
     rows = read_json(file) if file.exists() else {}
     write_text(file, json.dumps(rows | {case: row}, indent=1) + "\n")
@@ -73,7 +76,7 @@ def write_row(case, row, machine, output):
 
 
 def describe_machine(packages=PACKAGES):
-    """CPU, memory, load and versions of packages, for the row."""
+    """CPU, load and versions of packages, for the row."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
         "cpu": cpu[1] if cpu else platform.machine(),
@@ -81,17 +84,7 @@ def describe_machine(packages=PACKAGES):
         "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
         "versions": {package: version(package) for package in packages},
-        "memory_gib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
     }
-
-
-# ---------------------------------------------------------------------------- timing
-
-
-def check_cpu():
-    """Raise a ValueError if jax's device is not a CPU."""
-    if jax.default_backend() != "cpu":
-        raise ValueError("this measures a CPU; set JAX_PLATFORMS=cpu. For GPUs: benchmarks.gpu")
 
 
 def in_new_process(function, *args):
@@ -102,8 +95,7 @@ def in_new_process(function, *args):
 
 def mean_seconds(run, seconds):
     """Seconds of a pass: the mean over as many as fit into `seconds`, at least one."""
-    started = time.perf_counter()
-    count = 0
+    started, count = time.perf_counter(), 0
     while count == 0 or time.perf_counter() - started < seconds:
         run()
         count += 1
@@ -111,72 +103,43 @@ def mean_seconds(run, seconds):
 
 
 def in_turn(names, rounds):
-    """(round, name) of every measurement; every second round is in reverse order.
+    """The name of every measurement, with a bar; every second round is in reverse order.
 
     Thus no contender always follows the same one.
     """
-    for number in range(rounds):
-        for name in names[::-1] if number % 2 else names:
-            yield number, name
+    turns = [name for k in range(rounds) for name in (names[::-1] if k % 2 else names)]
+    return tqdm(turns, unit="measurement")
 
 
-def time_contender(make_run, args, seconds, started):
+def time_contender(make_run, work, seconds, started):
     """Seconds from started (time.time()) to the first pass's end, and of a pass after that."""
-    run = make_run(*args)
+    run = make_run(work)
     run()
     first = time.time() - started
     return first, mean_seconds(run, seconds)
 
 
-def time_in_processes(contenders, args, config):
-    """Time contenders, each measurement in a new process.
+def measure_on_cpu(work, contenders, config):
+    """Time contenders on a CPU, each measurement in a new process, and write the row.
 
     Args:
-        contenders: {name: make_run}; make_run(*args) -> run, which does a pass to its end.
-        args: for all of them.
-        config: of TimingFlags.
+        work: Work.
+        contenders: {name: make_run}; make_run(work) -> run, which does a pass to its end.
+        config: of CpuFlags, with output.
 
-    Returns:
-        {"first_seconds": {name: [from the process's start to the first pass's end]},
-        "seconds": {name: [of a pass]}}.
+    Raises:
+        ValueError: jax's device is not a CPU.
     """
+    if jax.default_backend() != "cpu":
+        raise ValueError("this measures a CPU; set JAX_PLATFORMS=cpu. For GPUs: benchmarks.gpu")
+    machine = describe_machine()
     first, passes = {name: [] for name in contenders}, {name: [] for name in contenders}
-    for _, name in tqdm(list(in_turn(list(contenders), config.rounds)), unit="measurement"):
-        started = time.time()
-        took = in_new_process(time_contender, contenders[name], args, config.seconds, started)
-        first[name].append(took[0])
-        passes[name].append(took[1])
-    return {"first_seconds": first, "seconds": passes}
-
-
-def first_seconds(contenders):
-    """{name: [seconds of a first pass, which compiles]}; contenders: as below."""
-    first = {}
-    for name, (prepare, run) in contenders.items():
-        started = time.perf_counter()
-        prepare()
-        run()
-        first[name] = [time.perf_counter() - started]
-    return first
-
-
-def time_in_this_process(contenders, config):
-    """Time contenders in this process, after a first pass of each; all are in memory.
-
-    Args:
-        contenders: {name: (prepare, run)}; run does a pass to its end, after prepare.
-        config: of TimingFlags.
-
-    Returns:
-        {name: [seconds of a pass]}.
-    """
-    passes = {name: [] for name in contenders}
-    for _, name in tqdm(list(in_turn(list(contenders), config.rounds)), unit="measurement"):
-        prepare, run = contenders[name]
-        prepare()
-        run()  # warms the caches; threads of the previous contender go idle
-        passes[name].append(mean_seconds(run, config.seconds))
-    return passes
+    for name in in_turn(list(contenders), config.rounds):
+        args = contenders[name], work, config.seconds, time.time()
+        first_seconds, seconds = in_new_process(time_contender, *args)
+        first[name].append(first_seconds)
+        passes[name].append(seconds)
+    write_contenders(work, first, passes, machine, config.output)
 
 
 def matmul_peak(device):
@@ -197,8 +160,7 @@ def matmul_peak(device):
     best = 0.0
     for run in (lambda: jax.block_until_ready(multiply(ours, ours)), run_theirs):
         run()
-        for _ in range(3):
-            best = max(best, 2 * n**3 / mean_seconds(run, 0.5))
+        best = max(best, *(2 * n**3 / mean_seconds(run, 0.5) for _ in range(3)))
     return best
 
 
@@ -208,18 +170,20 @@ def synchronize(device):
         torch.cuda.synchronize()
 
 
-def write_contenders(case, row, machine, output):
-    """Complete a row of contenders and write it.
-
-    Args:
-        case: "CASE WORK BATCH_SIZE"; the row is named "DEVICE CASE WORK BATCH_SIZE".
-        row: "batch_size", "dtype", "flops" of a pass, "first_seconds" and "seconds".
-        machine, output: as for write_row.
-    """
+def write_contenders(work, first_seconds, seconds, machine, output, more=()):
+    """Write the row of a Work's contenders, see the module; more: other entries of the row."""
     name = jax.devices()[0].device_kind
-    peak = matmul_peak("cuda" if jax.default_backend() == "gpu" else "cpu")
-    row = {"device": name, "peak_flops_per_second": peak, **row}
-    write_row(f"{name} {case}", row | {"summary": summarize(row)}, machine, output)
+    row = {
+        "device": name,
+        "peak_flops_per_second": matmul_peak("cuda" if jax.default_backend() == "gpu" else "cpu"),
+        "batch_size": work.batch_size,
+        "dtype": "bfloat16" if work.half else "float32",
+        "flops": work.count_flops(),
+        "first_seconds": first_seconds,
+        "seconds": seconds,
+        **dict(more),
+    }
+    write_row(f"{name} {work.case}", row | {"summary": summarize(row)}, machine, output)
 
 
 def summarize(row):

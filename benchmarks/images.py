@@ -16,26 +16,16 @@ A row goes to benchmarks/results/images.json.
 
 from dataclasses import dataclass
 
-from benchmarks.harness import (
-    Pixels,
-    TimingFlags,
-    check_cpu,
-    describe_machine,
-    run_benchmark,
-    time_in_processes,
-    write_contenders,
-)
+from benchmarks.harness import CpuFlags, measure_on_cpu, run_benchmark
 from benchmarks.ours import our_contender
-from benchmarks.pytorch import eager_contender
+from benchmarks.pytorch import torch_contender
 from benchmarks.works import Work
 
 
 @dataclass(frozen=True, kw_only=True)
-class EditTiming(TimingFlags):
+class EditTiming(CpuFlags):
     """Edited images with Stable Diffusion 1.5."""
 
-    tiny: bool = False  # tiny models, to try this
-    resolution: Pixels = 256  # pixels
     num_inference_steps: int = 20
     output: str = "benchmarks/results/images.json"
 
@@ -49,17 +39,11 @@ class SdxlTiming(EditTiming):
 
 def run(config):
     """Measure, write."""
-    check_cpu()
     name = "sdxl" if isinstance(config, SdxlTiming) else "edit"
     steps = config.num_inference_steps
     work = Work(name, config.resolution, num_inference_steps=steps, tiny=config.tiny)
-    machine, contenders = (
-        describe_machine(),
-        {"ours": our_contender, "torch eager": eager_contender},
-    )
-    figures = time_in_processes(contenders, (work,), config)
-    row = {"batch_size": 1, "dtype": "float32", "flops": work.count_flops(), **figures}
-    write_contenders(work.case, row, machine, config.output)
+    contenders = {"ours": our_contender, "torch eager": torch_contender}
+    measure_on_cpu(work, contenders, config)
 
 
 SUBCOMMANDS = {"edit": EditTiming, "sdxl": SdxlTiming}

@@ -46,13 +46,11 @@ def random_params(module, dtype=np.float32):
     largest = max(x.size for x in jax.tree.leaves(shapes))
     normal = np.random.default_rng(0).standard_normal(largest, np.float32) * np.float32(0.02)
     normal = normal.astype(dtype)
+    constants = {"scale": 1, "bias": 0}
 
     def make(path, shape):
-        match path[-1].key:
-            case "scale":
-                return np.ones(shape.shape, dtype)
-            case "bias":
-                return np.zeros(shape.shape, dtype)
+        if path[-1].key in constants:
+            return np.full(shape.shape, constants[path[-1].key], dtype)
         return normal[: shape.size].reshape(shape.shape)
 
     return jax.tree_util.tree_map_with_path(make, shapes)
@@ -60,11 +58,8 @@ def random_params(module, dtype=np.float32):
 
 def make_modules(configs, dtype):
     """The modules of a pipeline without parameters, {component: module}."""
-    return {
-        name: cls.from_config(configs[name], dtype=dtype)
-        for name, cls in MODULES.items()
-        if name in configs
-    }
+    names = [name for name in MODULES if name in configs]
+    return {name: MODULES[name].from_config(configs[name], dtype=dtype) for name in names}
 
 
 def make_pipeline(configs, is_xl, dtype):

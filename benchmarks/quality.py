@@ -13,6 +13,7 @@ Rows go to benchmarks/results/images.json.
 
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -74,18 +75,10 @@ class Config:
 
 
 def words_of(config, name):
-    """The flags of a case as words, the later ones in place of PLAIN's."""
-    files = {"LORA": str(config.lora), "TAESD": str(config.taesd)}
-    words, flags = f"{PLAIN} {CASES.get(name, '')}".split(), {}
-    for word in words:
-        if word.startswith("--"):
-            flags[word] = values = []
-        else:
-            values.append(word)
-    for values in flags.values():
-        for file, path in files.items():
-            values[:] = [value.replace(file, path) for value in values]
-    return [word for flag, values in flags.items() for word in (flag, *values)]
+    """The flags of a case after PLAIN's, of which edit_cli.py takes the last."""
+    files = {"LORA": config.lora, "TAESD": config.taesd}
+    words = f"{PLAIN} {CASES.get(name, '')}".split()
+    return [re.sub("LORA|TAESD", lambda match: str(files[match[0]]), word) for word in words]
 
 
 def edit_held_out(config, words):

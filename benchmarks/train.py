@@ -40,18 +40,15 @@ from PIL import Image
 
 from benchmarks.harness import (
     ROOT,
-    Pixels,
-    TimingFlags,
-    check_cpu,
+    CpuFlags,
     describe_machine,
     in_new_process,
+    measure_on_cpu,
     run_benchmark,
-    time_in_processes,
-    write_contenders,
     write_row,
 )
 from benchmarks.ours import make_pipeline, our_contender, random_image, random_params
-from benchmarks.pytorch import eager_contender
+from benchmarks.pytorch import torch_contender
 from benchmarks.works import PROMPT, Work
 from diffusers_flax.command_line import AtLeast
 
@@ -63,9 +60,7 @@ TEXT = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, project
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TimingFlags):
-    tiny: bool = False  # tiny models, to try this
-    resolution: Pixels = 256  # pixels
+class Config(CpuFlags):
     batch_size: Annotated[int, AtLeast(1)] = 2  # pairs
     rounds: Annotated[int, AtLeast(1)] = 3  # each contender is measured once in each
     hosts: int | None = None  # measure only the host's time, in one and in this many processes
@@ -79,15 +74,7 @@ def cached_contender(work):
 
 
 def make_small_model(folder, family):
-    """Write an InstructPix2Pix pipeline with a published tree and few channels.
-
-    Args:
-        folder: Path of a new directory.
-        family: "sd15" or "sdxl".
-
-    Returns:
-        The number of arrays of the UNet's parameters.
-    """
+    """Write a pipeline with a published tree and few channels; the number of the UNet's arrays."""
     jax.config.update("jax_platforms", "cpu")
     is_xl = family == "sdxl"
     configs = Work(FAMILIES[family], HOSTS_RESOLUTION).configs
@@ -137,10 +124,12 @@ def run_trainer(folder, num_hosts, num_steps):
     )
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
     workers = []
+    if num_hosts > 1:
+        address = f"localhost:{29400 + os.getpid() % 500}"
+        flags |= dict(coordinator_address=address, num_processes=num_hosts)
     for number in range(num_hosts):
         if num_hosts > 1:
-            who = dict(coordinator_address=f"localhost:{29400 + os.getpid() % 500}")
-            flags |= who | dict(num_processes=num_hosts, process_id=number)
+            flags["process_id"] = number
         command = [sys.executable, "flax_train_instruct_pix2pix.py"]
         command += [f"--{name}={value}" for name, value in flags.items()]
         workers.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL))
@@ -177,13 +166,10 @@ def run(config):
     if config.hosts is not None:
         measure_hosts(config)
         return
-    check_cpu()
     work = Work("train", config.resolution, config.batch_size, tiny=config.tiny)
-    contenders = {"ours": our_contender, "torch eager": eager_contender}
+    contenders = {"ours": our_contender, "torch eager": torch_contender}
     contenders["ours, latents cached"] = cached_contender
-    machine, figures = describe_machine(), time_in_processes(contenders, (work,), config)
-    row = {"batch_size": config.batch_size, "dtype": "float32", "flops": work.count_flops()}
-    write_contenders(work.case, row | figures, machine, config.output)
+    measure_on_cpu(work, contenders, config)
 
 
 def main(args=None):

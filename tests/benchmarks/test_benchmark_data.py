@@ -1,4 +1,4 @@
-"""benchmarks/data.py: shards, pixels of all methods, the clock."""
+"""benchmarks/data.py: shards, pixels of all methods."""
 
 import contextlib
 
@@ -17,17 +17,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
 
 @pytest.fixture(scope="module")
-def links(tmp_path_factory):
-    """Links to two shards of a batch each; an epoch has every row once."""
-    folder = tmp_path_factory.mktemp("bench")
-    data.make_shards(folder / "shards", num_shards=2, rows_per_shard=BATCH_SIZE)
-    shards = sorted((folder / "shards").glob("*.parquet"))
-    return data.link_shards(shards, folder / "links", NUM_ROWS)
+def shards(tmp_path_factory):
+    """Two shards of a batch each; an epoch has every row once."""
+    return data.make_shards(tmp_path_factory.mktemp("bench") / "shards", BATCH_SIZE)
 
 
-def read_pairs(links):
+def read_pairs(shards):
     """All pairs of the shards."""
-    for group in list_row_groups(str(links[0].parent)):
+    for group in list_row_groups(str(shards[0].parent)):
         cells = read_row_group(group)
         yield from (pair_at(cells, position) for position in range(group.num_rows))
 
@@ -39,11 +36,11 @@ def decode(pair, resample):
     return pixels.astype(np.float32)
 
 
-def test_shards_are_shaped_like_the_real_ones(links):
-    for link in links:
+def test_shards_are_shaped_like_the_real_ones(shards):
+    for link in shards:
         file = pq.ParquetFile(link)
         assert file.schema_arrow.equals(SCHEMA) and file.metadata.num_row_groups == 1
-    pairs = list(read_pairs(links))
+    pairs = list(read_pairs(shards))
     assert len({pair.instruction for pair in pairs}) == NUM_ROWS
     sizes = [len(image) for pair in pairs for image in pair[:2]]
     assert 150e3 < np.mean(sizes) < 250e3  # 205 kB in the public dataset
@@ -53,7 +50,7 @@ def test_shards_are_shaped_like_the_real_ones(links):
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
-def test_pixels_agree(method, num_threads, links):
+def test_pixels_agree(method, num_threads, shards):
     """Every method yields each pair of an epoch once.
 
     Ours to the bit; the others, whose resampling is bicubic, nearly.
@@ -61,7 +58,7 @@ def test_pixels_agree(method, num_threads, links):
     if method == "datasets":
         pytest.importorskip("datasets")
     images, is_ours = {}, method.startswith("ours")
-    with contextlib.closing(METHODS[method](links, num_threads)) as stream:
+    with contextlib.closing(METHODS[method](shards, num_threads)) as stream:
         while len(images) < NUM_ROWS:
             batch = next(stream)
             pixels = np.stack([np.asarray(batch[name]) for name in PIXELS], axis=1)
@@ -71,25 +68,9 @@ def test_pixels_agree(method, num_threads, links):
             for prompt, both in zip(batch["edit_prompt"], pixels):
                 assert prompt not in images
                 images[prompt] = both.astype(np.float32)
-    for pair in read_pairs(links):
+    for pair in read_pairs(shards):
         expected = decode(pair, "dct" if method == "ours" else "lanczos")
         both = images.pop(pair.instruction)
         errors = [np.abs(x - expected).mean() for x in (both, both[..., ::-1, :])]
         assert min(errors) <= (0 if is_ours else 3)
     assert not images
-
-
-def test_measure_counts_whole_row_groups(monkeypatch):
-    """Start-up and warm-up are not counted; every batch advances the clock by a second."""
-    now = [0.0]
-
-    def batches():
-        now[0] += 100
-        while True:
-            now[0] += 1
-            yield {"edit_prompt": ["p"] * 16}
-
-    monkeypatch.setattr(data.time, "perf_counter", lambda: now[0])
-    # 3 batches hold 40 pairs and last 3 s; 4 s need a second row group: 5 batches hold 80 pairs.
-    for seconds in (3, 4):
-        assert data.pairs_per_second(batches(), rows_at_once=40, seconds=seconds) == 16
