@@ -126,7 +126,7 @@ def test_data(tmp_path):
     names = set(data.METHODS) - ({"datasets"} if data.datasets is None else set())
     assert rows.keys() == {f"method {name}" for name in names}
     for row in rows.values():
-        assert all(x["pairs_per_second"]["median"] > 0 for x in row["summary"].values())
+        assert all(x["pairs_per_second"] > 0 for x in row["summary"].values())
 
 
 def test_flops_are_the_published():
