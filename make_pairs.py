@@ -16,8 +16,8 @@ flax_train_instruct_pix2pix.py reads: --train_data_dir data. With the demo's mod
 Each sample depends on --seed, its line and its number alone. The same command gives the same shards
 on any number of equal devices and workers; started again after an interruption, it keeps finished
 shards. On a pod run it on every worker; workers divide the lines by shards.
---preview draws the pairs of each line, report.json and report.png count the scores. docs/pairs.md
-says how to write captions and how many samples they need.
+--preview draws the pairs of each line, report.json has counts. docs/pairs.md says how to write
+captions and how many samples they need.
 
 Runs on TPU, GPU and CPU.
 
@@ -39,6 +39,7 @@ from tqdm import tqdm
 
 from diffusers_flax.command_line import AtLeast, Between, Seed, check_writable, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
+from diffusers_flax.data.archives.flags import Cosine, check_workers
 from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.generating.clip import Clip
 from diffusers_flax.generating.flags import (
@@ -68,8 +69,12 @@ from diffusers_flax.pairing.caption_lists import (
 )
 from diffusers_flax.pairing.maker import PairMaker
 from diffusers_flax.pairing.pair_scores import PairScorer
-from diffusers_flax.pairing.pair_shards import PairShards, choose_pairs
-from diffusers_flax.pairing.pairs_report import write_preview, write_report
+from diffusers_flax.pairing.pair_shards import (
+    PairShards,
+    choose_pairs,
+    write_preview,
+    write_report,
+)
 from diffusers_flax.schedulers.factory import check_scheduler
 
 NUM_SHARDS = 64  # of a short list; a long one has more
@@ -79,7 +84,6 @@ SAME_PAIRS = (  # flags that may differ when a run is continued
     *("captions", "template", "fill", "output_dir", "batch_size", "preview"),
     *("worker", "num_workers", "compilation_cache_dir"),
 )
-Cosine = Annotated[float, Between(-1, 1)]
 # Messages of run_main
 INTERRUPTED = "finished shards are kept; the same command makes the others"
 LESS_MEMORY = "lower --batch_size or the size, or use --dtype bfloat16"
@@ -144,17 +148,12 @@ def check_flags(config):
     """Raise a ValueError for flags that do not fit together."""
     if (config.captions is None) == (config.template is None):
         raise ValueError("give one of --captions FILE and --template INPUT EDIT OUTPUT")
-    if config.fill and not config.template:
-        raise ValueError(f"--fill {config.fill[0]} is for --template; give both")
     check_pair_ranges(config)
     check_scheduler(config.scheduler)
     if config.keep_all and (config.early_stop or config.num_kept != Config.num_kept):
         keeping = "--keep_all" if config.clip_model else '--clip_model ""'
         raise ValueError(f"{keeping} makes and keeps all samples; leave --early_stop or --num_kept")
-    if (config.worker is None) != (config.num_workers is None):
-        raise ValueError("--worker and --num_workers go together; give both")
-    if config.worker is not None and config.worker >= config.num_workers:
-        raise ValueError(f"--worker {config.worker} must be less than --num_workers")
+    check_workers(config)
 
 
 def choose_lines_per_shard(config, num_lines):
@@ -210,9 +209,6 @@ def run(config):
         config = replace(config, keep_all=True)
     check_flags(config)
     check_writable(f"--output_dir {config.output_dir}", config.output_dir)
-    worker, num_workers = config.worker, config.num_workers
-    if worker is None:
-        worker, num_workers = jax.process_index(), jax.process_count()
     if config.captions:
         captions = read_captions(config.captions)
     else:
@@ -223,26 +219,21 @@ def run(config):
     checksum = hashlib.sha256(json.dumps(captions).encode()).hexdigest()
     settings["checksum of the lines"] = checksum
     config = with_single_files(config, "model")
+    worker, num_workers = config.worker, config.num_workers
+    if worker is None:
+        worker, num_workers = jax.process_index(), jax.process_count()
     per_shard = config.lines_per_shard or choose_lines_per_shard(config, len(captions))
     shards = PairShards(config, captions, per_shard, worker, num_workers)
     shards.check(settings)
-    seconds, todo = None, [len(shards.places(shard)) for shard in shards.unfinished()]
-    if todo:
-        chunks = sum(-(-lines * config.num_samples // config.batch_size) for lines in todo)
-        models = open_models(config, captions, sum(todo), jax.local_devices()[:chunks])
-        shards.start(settings)
+    seconds = make_lines(config, captions, shards, settings) if shards.unfinished() else None
     if config.template:
         write_text(config.output_dir / "captions.jsonl", text_of(captions), shared=True)
-    if todo:
-        seconds = make_lines(config, captions, shards, sum(todo), models)
     shards.end()
     name = "report" if num_workers == 1 else f"report-{worker}"
     report, said = write_report(config, name, shards.counts(), seconds)
     print(said)
     folder = shlex.quote(str(config.output_dir))
-    if not report["lines"]:
-        print(f"worker {worker} has no shard of {shards.num_shards}; lower --lines_per_shard")
-    elif not report["kept"]:
+    if not report["kept"]:
         print("nothing is kept: lower thresholds, or give --keep_all to see all scores")
     elif config.keep_all and config.clip_model:
         choice = f"--pairs {folder} --output_dir NEW --num_kept {Config.num_kept}"
@@ -251,23 +242,26 @@ def run(config):
         print(f"next: python parquet_processing.py --train_data_dir {folder}")
 
 
-def make_lines(config, captions, shards, num_lines, models):
+def make_lines(config, captions, shards, settings):
     """Make and write the pairs of all unfinished shards.
 
     Args:
         config: Config.
         captions: list of Caption.
-        shards: PairShards, started.
-        num_lines: number of lines that are not finished.
-        models: of open_models.
+        shards: PairShards.
+        settings: of the run, for PairShards.start.
 
     Returns:
         Seconds for a kept pair, after compiling; None: no pair is kept.
     """
-    pipeline, params, clip = models
+    todo = [len(shards.places(shard)) for shard in shards.unfinished()]
+    chunks = sum(-(-lines * config.num_samples // config.batch_size) for lines in todo)
+    devices = jax.local_devices()[:chunks]
+    pipeline, params, clip = open_models(config, captions, sum(todo), devices)
+    shards.start(settings)
     maker = PairMaker(pipeline, params, PairScorer(clip, captions), captions, config)
     num_kept, lines = 0, defaultdict(dict)
-    with tqdm(desc="compiling", total=num_lines * config.num_samples, unit="sample") as bar:
+    with tqdm(desc="compiling", total=sum(todo) * config.num_samples, unit="sample") as bar:
         for place, pairs in maker.make(shards, bar):
             if config.preview:
                 write_preview(config, captions[place], pairs)

@@ -44,7 +44,7 @@ from diffusers_flax.data.archives.filtering import (
     measure_pair,
     text_of,
 )
-from diffusers_flax.data.archives.flags import PairsFlags
+from diffusers_flax.data.archives.flags import PairsFlags, check_workers
 from diffusers_flax.data.dataset import ParquetImagePairs
 from diffusers_flax.data.faults import FAULTS, FaultFinder
 from diffusers_flax.data.images import crop_image, decode_image
@@ -112,12 +112,7 @@ def check_flags(config: Config) -> None:
         raise ValueError(f"{wrong[0]} goes with {other}")
     if bool(config.num_held_out) != bool(config.held_out_dir):
         raise ValueError("--num_held_out N and --held_out_dir DIR go together; give both or none")
-    if (config.worker is None) != (config.num_workers is None):
-        raise ValueError("--worker K and --num_workers N go together; give both or none")
-    if config.worker is not None and config.worker >= config.num_workers:
-        raise ValueError(
-            f"--worker {config.worker} must be from 0 to --num_workers {config.num_workers} - 1"
-        )
+    check_workers(config)
     for name in ("preview", "report"):
         try:
             if file := getattr(config, name):

@@ -1,14 +1,16 @@
-"""The shards of made pairs, and the choice of the pairs of a line.
+"""The shards of made pairs, the choice of the pairs of a line, previews and the report.
 
     OUTPUT_DIR/make_pairs.json                  the flags and captions of the run
     OUTPUT_DIR/train-00000-of-00064.parquet     kept pairs of --lines_per_shard lines
     OUTPUT_DIR/.unfinished/worker-0             until all shards of this worker are there
+    OUTPUT_DIR/previews, report.json            what a user looks at
 
 A shard has the lines of a fixed part of the list, so that its content does not depend on the number
 of workers. Its metadata have what is counted for the report. The same command started again keeps
 shards and makes the others.
 """
 
+import io
 import json
 from contextlib import suppress
 from typing import NamedTuple
@@ -16,12 +18,15 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from PIL import Image
 
 from diffusers_flax.data.archives.filtering import SCORES
 from diffusers_flax.data.shards import UNFINISHED_DIR
 from diffusers_flax.data.writing import ROW_GROUP_BYTES, ROW_GROUP_ROWS, SCHEMA
+from diffusers_flax.generating.captions import captioned, tile_grid
+from diffusers_flax.images import save_image
 from diffusers_flax.loading.files import read_json, remove, save_whole, write_text
-from diffusers_flax.messages import differences
+from diffusers_flax.messages import differences, first_names
 from diffusers_flax.pairing.pair_scores import Scores, missed
 from diffusers_flax.pairing.samples import PairSample
 
@@ -37,7 +42,7 @@ PAIR_SCHEMA = pa.schema(
         *((name, pa.float32()) for name in Scores._fields),
     ]
 )
-BINS = np.linspace(-0.5, 1, 151)  # of the histograms; scores beyond them count at the ends
+NUM_DRAWN = 12  # pairs in a preview
 
 
 class MadePair(NamedTuple):
@@ -80,17 +85,14 @@ def choose_pairs(pairs, config):
 
 
 def counts_of(caption, pairs, config):
-    """What the report needs of a line, for JSON; pairs: that count."""
-    scores = np.array([pair.scores for pair in pairs])
-    names = [name for pair in pairs for name in missed(pair.scores, config)]
-    known = np.nan_to_num(scores, nan=-1).clip(BINS[0], BINS[-1])
+    """What the report says of a line, for JSON; pairs: that count."""
+    missing = [missed(pair.scores, config) for pair in pairs]
     return {
         "line": caption.line,
         "samples": len(pairs),
-        "good": sum(not missed(pair.scores, config) for pair in pairs),
+        "good": missing.count([]),
         "kept": len(choose_pairs(pairs, config)),
-        "missed": {name: names.count(name) for name in SCORES},
-        "histograms": [np.histogram(column, BINS)[0].tolist() for column in known.T],
+        "missed": {name: sum(name in names for names in missing) for name in SCORES},
     }
 
 
@@ -170,8 +172,8 @@ class PairShards:
 
     def counts(self):
         """What counts_of counted, of all lines of this worker's shards."""
-        for shard in self.own:
-            yield from json.loads(pq.read_schema(self.file(shard)).metadata[METADATA])
+        metadata = (pq.read_schema(self.file(shard)).metadata for shard in self.own)
+        return [line for entries in metadata for line in json.loads(entries[METADATA])]
 
 
 def row_of(caption, pair):
@@ -188,3 +190,59 @@ def row_of(caption, pair):
         "attention_sharing": pair.sample.attention_sharing,
         **pair.scores._asdict(),
     }
+
+
+def write_preview(config, caption, pairs):
+    """Draw kept pairs of a line with their scores, or its best one, into OUTPUT_DIR/previews.
+
+    Args:
+        config: flags of make_pairs.py.
+        caption: Caption.
+        pairs: of the line, that count. Of many the ones with the largest direction are drawn.
+    """
+    drawn = choose_pairs(pairs, config) or [max(pairs, key=direction_of)]
+    drawn = sorted((x for x in drawn if x.images), key=direction_of, reverse=True)
+    tiles = []
+    for pair in drawn[:NUM_DRAWN]:
+        scores, sample = pair.scores, pair.sample
+        text = (
+            f"{sample.number}: scale {sample.guidance_scale:.1f}, p {sample.attention_sharing:.2f};"
+            f" text {scores.clip_text_original:.2f} {scores.clip_text_edited:.2f}, "
+            f"image {scores.clip_image:.2f}, direction {scores.clip_direction:.2f}"
+        )
+        images = [Image.open(io.BytesIO(data)).convert("RGB") for data in pair.images]
+        tiles.append(captioned(images, text))
+    if tiles:
+        text = f"{caption.line}: {caption.input} | {caption.edit} | {caption.output}"
+        grid = captioned([tile_grid(tiles, min(len(tiles), 2), margin=8)], text)
+        save_image(grid, config.output_dir / "previews" / f"{caption.line:09d}.jpg")
+
+
+def write_report(config, name, lines, seconds):
+    """Write NAME.json; returns its content and lines for the user.
+
+    Args:
+        config: flags of make_pairs.py.
+        name: of the file.
+        lines: list of what counts_of counted.
+        seconds: for a kept pair of this start; None: it kept no pair.
+    """
+    report = {
+        "lines": len(lines),
+        **{name: sum(line[name] for line in lines) for name in ("samples", "good", "kept")},
+        "thresholds": {flag: getattr(config, flag) for flag in SCORES},
+        "missed": {x: sum(line["missed"][x] for line in lines) for x in SCORES},
+        "lines_without_good": [line["line"] for line in lines if not line["good"]],
+        "seconds_per_kept_pair": seconds,
+    }
+    write_text(config.output_dir / f"{name}.json", json.dumps(report) + "\n")
+    said = f"{report['kept']} pairs of {report['lines']} lines are kept"
+    if not config.clip_model:
+        return report, f"{said}, without scores"
+    said += f"; {report['good']} of {report['samples']} samples reach the thresholds"
+    said += f", {seconds:.2f} s per kept pair of this start" if seconds else ""
+    if report["lines_without_good"]:
+        names = first_names([str(line) for line in report["lines_without_good"]])
+        reasons = ", ".join(f"--{flag} by {count}" for flag, count in report["missed"].items())
+        said += f"\nlines without a good sample: {names}; samples miss {reasons}"
+    return report, said

@@ -2,8 +2,8 @@
 
     report = convert_archives(Path("downloads"), Path("data"), PairsFlags())
 
-Headers of all archives are read, then every pair's files in the order of the archives, by position.
-The same command after a kill goes on after the last complete shard.
+Headers of all archives are read, gzipped archives are unpacked into the output directory, then
+every pair's files are read in the order of the archives, by position. The same command after a kill goes on after the last complete shard.
 """
 
 import hashlib
@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
@@ -21,13 +20,12 @@ from diffusers_flax.data.archives.pairs import (
     IMAGES,
     Plan,
     PlannedPair,
-    StoredPair,
     leave_out,
     make_plan,
     read_pairs,
 )
 from diffusers_flax.data.archives.source import Source, find_source
-from diffusers_flax.data.archives.tar import NAME
+from diffusers_flax.data.archives.tar import NAME, Place
 from diffusers_flax.data.faults import FaultFinder, measure
 from diffusers_flax.data.known_sets import find_set, forbids
 from diffusers_flax.data.shards import UNFINISHED_DIR
@@ -98,14 +96,14 @@ def convert_archives(path: Path, output_dir: Path, options: PairsFlags) -> str:
     state = read_manifest(unfinished)
     if state and not state["files"]:
         remove(unfinished)
-    elif state.get("conversion") == conversion:
-        return convert(source, output_dir, options, state)
-    check_directory("output_dir", output_dir, options.overwrite_output_dir)
-    if options.num_held_out:
-        check_directory("held_out_dir", Path(options.held_out_dir), options.overwrite_output_dir)
-    unfinished.mkdir(parents=True)
-    state = {"conversion": conversion, "files": [], "next": 0}
-    save(state, unfinished)
+    if not state.get("files") or state["conversion"] != conversion:
+        check_directory("output_dir", output_dir, options.overwrite_output_dir)
+        if options.num_held_out:
+            held_out_dir = Path(options.held_out_dir)
+            check_directory("held_out_dir", held_out_dir, options.overwrite_output_dir)
+        unfinished.mkdir(parents=True)
+        state = {"conversion": conversion, "files": [], "next": 0}
+        save(state, unfinished)
     return convert(source, output_dir, options, state)
 
 
@@ -144,28 +142,23 @@ def convert(source: Source, output_dir: Path, options: PairsFlags, state: dict) 
     check_bad(plan.left_out, len(plan.pairs), options)
     archives = sorted({pair.archive for pair in plan.pairs})
     archives = archives[options.worker or 0 :: options.num_workers or 1]
-    if not archives:
-        raise ValueError(
-            f"--num_workers {options.num_workers} is too many: --worker {options.worker} has no "
-            "archive with pairs"
-        )
-    is_held_out, lines, hashes = np.zeros(len(plan.pairs), bool), [], set()
+    pairs, held_out = sorted(x for x in plan.pairs if x.archive in archives), []
+    source, lines, hashes = unpack(source, pairs, unfinished), [], set()
     if options.num_held_out:
         is_held_out = choose_held_out(keys_of(plan), options.num_held_out, options.seed)
-        held_out = [x for x in plan.pairs if is_held_out[x.number] and x.archive in archives]
-        lines.append(hold_out(source, held_out, hashes, options, unfinished))
-    pairs = [x for x in plan.pairs if x.archive in archives and not is_held_out[x.number]]
+        held_out = [x for x in pairs if is_held_out[x.number]]
+        pairs = [x for x in pairs if not is_held_out[x.number]]
+        lines.append(hold_out(source, held_out, hashes, options))
     state.setdefault("left_out", plan.left_out)
     state |= {"sets": plan.sets, "not_read": [*source.ignored, *plan.unnamed]}
-    write_pairs(source, plan, sorted(pairs), hashes, options, state, unfinished)
+    write_pairs(source, plan, pairs, hashes, options, state, unfinished)
     if not state["files"]:
         raise ValueError(f"--pairs {source.root}: no pair is left, so there is no shard")
 
-    earlier = [file["file"] for file in read_manifest(output_dir).get("files", ())]
     new = {file["file"] for file in state["files"]}
-    for old in (*output_dir.glob(SHARDS), *(output_dir / name for name in earlier)):
-        if old.name not in new:
-            remove(old)
+    old = {file["file"] for file in read_manifest(output_dir).get("files", ())}
+    for name in (old | {file.name for file in output_dir.glob(SHARDS)}) - new:
+        remove(output_dir / name)
     for name in new:
         if (unfinished / name).exists():  # else an interrupted start has moved it
             (unfinished / name).rename(output_dir / name)
@@ -180,6 +173,16 @@ def convert(source: Source, output_dir: Path, options: PairsFlags, state: dict) 
         lines.append(f"left out    {found['count']} pairs: {reason}")
         lines += [f"            {name}" for name in found["examples"][:3]]
     return "\n".join(lines)
+
+
+def unpack(source: Source, pairs: list[PlannedPair], folder: Path) -> Source:
+    """A source whose gzipped archives with files of some pairs are unpacked to a directory."""
+    used = {x.archive for pair in pairs for x in pair.record.values() if isinstance(x, Place)}
+    archives = [*source.archives]
+    for number in tqdm(sorted(used - {0}), "opening archives", disable=None):
+        if archives[number - 1].is_gzipped:
+            archives[number - 1] = archives[number - 1].unpack(folder / f"{number}.tar")
+    return source._replace(archives=archives)
 
 
 def check_bad(left_out: dict, num_pairs: int, options: PairsFlags) -> None:
@@ -203,19 +206,25 @@ def keys_of(plan: Plan) -> list[tuple]:
     return keys
 
 
+def images_of(row: dict) -> tuple[bytes, bytes]:
+    """The original and the edited image of a row."""
+    return row["original_image"]["bytes"], row["edited_image"]["bytes"]
+
+
 def hold_out(
-    source: Source, pairs: list[PlannedPair], hashes: set[bytes], options: PairsFlags, folder: Path
+    source: Source, pairs: list[PlannedPair], hashes: set[bytes], options: PairsFlags
 ) -> str:
     """Write the pairs that are held out, and add hashes of their original images; a summary."""
 
     def images_and_texts() -> Iterator[tuple[dict, dict]]:
-        for _, pair in read_pairs(source, sorted(pairs), folder):
-            if isinstance(pair, ValueError) or {*measure(*pair.images).faults} & {*options.drop}:
+        for _, row in read_pairs(source, pairs):
+            if isinstance(row, ValueError) or {*measure(*images_of(row)).faults} & {*options.drop}:
                 continue
-            hashes.add(hashlib.sha256(pair.images[0]).digest())
-            data = {role: cell["bytes"] for role, cell in pair.cells.items() if cell}
-            images = {x: (image_suffix(data[x]), data[x]) for x in HELD_OUT_DIRS if x in data}
-            yield images, pair.texts | {"edit_prompt": pair.texts["edit_prompt"][0]}
+            hashes.add(hashlib.sha256(row["original_image"]["bytes"]).digest())
+            cells = {role: row[f"{role}_image"] for role in HELD_OUT_DIRS}
+            data = {role: cell["bytes"] for role, cell in cells.items() if cell}
+            images = {role: (image_suffix(x), x) for role, x in data.items()}
+            yield images, row | {"edit_prompt": row["edit_prompt"][0]}
 
     held_out_dir = Path(options.held_out_dir)
     remove(held_out_dir / UNFINISHED_DIR)  # of a start that was killed here
@@ -246,17 +255,24 @@ def write_pairs(
     if has_lists:
         index = SCHEMA.get_field_index("edit_prompt")
         schema = SCHEMA.set(index, pa.field("edit_prompt", pa.list_(pa.string())))
-    roles = [role for role in IMAGES if role in {"original", "edited", *plan.columns}]
-    for role in roles[2:]:
-        schema = schema.append(pa.field(f"{role}_image", IMAGE))
+    for role in ("mask", "reference"):
+        if role in plan.columns:
+            schema = schema.append(pa.field(f"{role}_image", IMAGE))
     archives = sorted({pair.archive for pair in pairs} - {0})
     names = " ".join(source.archives[archive - 1].name for archive in archives)
     stem = f"train-{hashlib.sha256(names.encode()).hexdigest()[:6]}"  # another one on each host
+    finder, start = FaultFinder(), state["next"]
+    first = 0 if options.drop else start  # --drop compares with all pairs before
 
-    def find_faults(pair: StoredPair) -> list[str]:
-        text = "\n".join(pair.texts["edit_prompt"])
-        found = finder.find(measure(*pair.images), text, options.drop)
-        return [fault for fault in found if fault in options.drop]
+    def reason_against(row: dict) -> str:
+        if options.drop:
+            text = "\n".join(row["edit_prompt"])
+            found = finder.find(measure(*images_of(row)), text, options.drop)
+            if faults := [fault for fault in found if fault in options.drop]:
+                return f"--drop {faults[0]}"
+        if held_out and hashlib.sha256(row["original_image"]["bytes"]).digest() in held_out:
+            return "its original image is held out"
+        return ""
 
     def note_shard(file: Path, num_rows: int) -> None:
         with open(file, "rb") as opened:
@@ -265,35 +281,23 @@ def write_pairs(
         state["files"].append(entry | {"rows": num_rows})
         save(state, unfinished)
 
-    finder, start = FaultFinder(), state["next"]
-    first = 0 if options.drop else start  # --drop compares with all pairs before
-    stored = tqdm(
-        read_pairs(source, pairs[first:], unfinished),
-        "writing shards",
-        len(pairs),
-        unit="pair",
-        initial=first,
-        disable=None,
-    )
+    rows = read_pairs(source, pairs[first:])
+    rows = tqdm(rows, "writing shards", len(pairs), unit="pair", initial=first, disable=None)
     with ShardWriter(unfinished, schema, stem + "-{:05d}.parquet", note_shard) as writer:
         writer.number = len(state["files"])
-        for number, (planned, pair) in enumerate(stored, start=first):
-            reason, text = "", planned.name
-            if isinstance(pair, ValueError):
-                reason, text = "damaged", f"{planned.name}: {pair}"
-            elif faults := find_faults(pair) if options.drop else ():
-                reason = f"--drop {faults[0]}"
-            elif held_out and hashlib.sha256(pair.images[0]).digest() in held_out:
-                reason = "its original image is held out"
+        for number, (planned, row) in enumerate(rows, start=first):
+            is_damaged = isinstance(row, ValueError)
+            reason = "damaged" if is_damaged else reason_against(row)
             if number < start:
                 continue
             state["next"] = number
             if reason:
+                text = f"{planned.name}: {row}" if is_damaged else planned.name
                 leave_out(state["left_out"], reason, text)
                 check_bad(state["left_out"], len(pairs), options)
                 continue
-            texts = pair.texts["edit_prompt"]
-            row = pair.texts | {f"{role}_image": pair.cells[role] for role in roles}
-            row["edit_prompt"] = texts if has_lists else texts[0]
-            writer.add(row, sum(len(cell["bytes"]) for cell in pair.cells.values() if cell))
+            cells = (row[f"{role}_image"] for role in IMAGES)
+            num_bytes = sum(len(cell["bytes"]) for cell in cells if cell)
+            texts = row["edit_prompt"]
+            writer.add(row | {"edit_prompt": texts if has_lists else texts[0]}, num_bytes)
         state["next"] = len(pairs)

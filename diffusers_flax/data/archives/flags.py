@@ -36,3 +36,12 @@ class PairsFlags:
     min_clip_direction: Cosine | None = None  # likewise: of the change of images and of captions
     # likewise: of each line of captions the N with the largest clip_direction
     num_kept: Annotated[int, AtLeast(1)] | None = None
+
+
+def check_workers(config) -> None:
+    """Raise a ValueError unless --worker and --num_workers fit together."""
+    worker, num_workers = config.worker, config.num_workers
+    if (worker is None) != (num_workers is None):
+        raise ValueError("--worker K and --num_workers N go together; give both or none")
+    if worker is not None and worker >= num_workers:
+        raise ValueError(f"--worker {worker} must be from 0 to --num_workers {num_workers} - 1")

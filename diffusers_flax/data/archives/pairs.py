@@ -1,13 +1,12 @@
 """The pairs of archives, in the order in which they are written, and their content.
 
 plan = make_plan(source, max_pairs=None)
-for pair, stored in read_pairs(source, sorted(plan.pairs), folder): ...
+for pair, row in read_pairs(source, sorted(plan.pairs)): ...
 """
 
 import json
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +17,7 @@ from tqdm import tqdm
 from diffusers_flax.data.archives.index import read_rows
 from diffusers_flax.data.archives.masks import run_lengths_to_png
 from diffusers_flax.data.archives.source import Files, Source
-from diffusers_flax.data.archives.tar import Archive, Forwards, Parts, Place, list_members
+from diffusers_flax.data.archives.tar import Archive, Parts, Place, list_members
 from diffusers_flax.data.images import decode_image
 from diffusers_flax.data.known_sets import (
     MEANINGS,
@@ -40,7 +39,7 @@ NO_FILES = "no files here"
 
 
 class PlannedPair(NamedTuple):
-    """A pair before it is read; sorted in the order of its last file that is read forwards."""
+    """A pair before it is read; sorted by archives, and in them by the place of its last file."""
 
     archive: int
     position: int
@@ -228,80 +227,71 @@ def is_sample(record: dict) -> bool:
     )
 
 
-class StoredPair(NamedTuple):
-    """A pair that is read."""
-
-    cells: dict[str, dict | None]  # of IMAGES: image cells
-    texts: dict[str, str | list[str] | None]
-
-    @property
-    def images(self) -> tuple[bytes, bytes]:
-        """The original and the edited image."""
-        return self.cells["original"]["bytes"], self.cells["edited"]["bytes"]
-
-
 def read_pairs(
-    source: Source, pairs: list[PlannedPair], folder: Path
-) -> Iterator[tuple[PlannedPair, StoredPair | ValueError]]:
-    """Read pairs.
+    source: Source, pairs: list[PlannedPair]
+) -> Iterator[tuple[PlannedPair, dict | ValueError]]:
+    """Read pairs; each with its row of a shard, see row_of, or why it cannot be used.
 
     Args:
-        source: the set.
+        source: the set; archives of the pairs are not gzipped.
         pairs: sorted.
-        folder: for files of gzipped archives that wait for their pair.
-
-    Yields:
-        (pair, its content or why it cannot be used).
     """
-    gzipped = {number for number, x in enumerate(source.archives, 1) if x.is_gzipped}
-    places = (x for pair in (pairs if gzipped else ()) for x in pair.record.values())
-    uses = Counter(x for x in places if isinstance(x, Place) and x.archive in gzipped)
     parts_of = lru_cache(OPEN_ARCHIVES)(lambda number: Parts(source.archives[number - 1].parts))
 
     def read_file(place: Place) -> bytes:
-        if not place.archive:
-            data = read_beside(source.root, place.name)
-        elif place.archive in gzipped:
-            data = forwards.read(place)
-        else:
+        if place.archive:
             data = parts_of(place.archive).at(place.offset, place.size)
+        else:
+            data = read_beside(source.root, place.name)
         if len(data) != place.size:
-            raise ValueError(f"{place.name} has {len(data)} bytes, not {place.size}")
+            raise ValueError(f"it has {len(data)} bytes, not {place.size}")
         return data
 
-    with closing(Forwards(source.archives, uses, folder)) as forwards:
-        for pair in pairs:
-            record = pair.record
-            try:
-                # Each file of a gzipped archive, also if another one is damaged.
-                files = {x: read_file(y) for x, y in record.items() if isinstance(y, Place)}
-                yield pair, store(record, files)
-            except ValueError as error:
-                yield pair, error
+    for pair in pairs:
+        try:
+            yield pair, row_of(pair.record, read_file)
+        except ValueError as error:
+            yield pair, error
 
 
-def store(record: dict, files: dict[str, bytes]) -> StoredPair:
-    """The content of a pair.
+def row_of(record: dict, read_file: Callable[[Place], bytes]) -> dict:
+    """A row of a shard: cells of IMAGES or None, "edit_prompt" as a list, and captions.
 
     Args:
         record: of a PlannedPair.
-        files: content of its files.
+        read_file: gives the content of a file.
 
     Raises:
         ValueError: an image or the instruction cannot be used.
     """
-    cells = dict.fromkeys(IMAGES)
+    row = {}
     for role in IMAGES:
         if (given := record.get(role)) is None:
+            row[f"{role}_image"] = None
             continue
         name = given.name if isinstance(given, Place) else f"the {role}"
         try:
-            data = files[role] if role in files else run_lengths_to_png(given)
+            data = read_file(given) if isinstance(given, Place) else run_lengths_to_png(given)
             check_image(data)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        cells[role] = {"bytes": data, "path": name.rpartition("/")[2]}
-    return StoredPair(cells, texts_of(record, files))
+        row[f"{role}_image"] = {"bytes": data, "path": name.rpartition("/")[2]}
+
+    def text(name: str) -> str | list[str] | None:
+        given = record.get(name)
+        return read_file(given).decode("utf-8-sig") if isinstance(given, Place) else given
+
+    captions = {name: text(name) for name in ("original_prompt", "edited_prompt")}
+    found = as_list(text("instruction"))
+    if not found and "json" in record:
+        with suppress(ValueError, TypeError, LookupError, AttributeError):
+            content = json.loads(text("json")) | {"original": "x", "edited": "x"}
+            found = [x for x in next(by_words(content, "")).instruction if isinstance(x, str)]
+    found = [x.strip() for x in found if x.strip()] or [x.strip() for x in as_list(text("txt"))]
+    if not any(found):
+        raise ValueError("it has no instruction")
+    "".join([*found, *filter(None, captions.values())]).encode()  # half a letter raises an error
+    return row | captions | {"edit_prompt": found}
 
 
 def check_image(data: bytes) -> None:
@@ -310,22 +300,3 @@ def check_image(data: bytes) -> None:
     is_png = data.startswith(b"\x89PNG\r\n\x1a\n") and data.endswith(b"IEND\xaeB`\x82")
     if not (is_jpeg or is_png):
         decode_image(data, (16, 16))
-
-
-def texts_of(record: dict, files: dict[str, bytes]) -> dict[str, str | list[str] | None]:
-    """The instructions and captions of a pair, which in a sample are files; see store."""
-
-    def text(name: str) -> str | list[str] | None:
-        return files[name].decode("utf-8-sig") if name in files else record.get(name)
-
-    captions = {name: text(name) for name in ("original_prompt", "edited_prompt")}
-    found = as_list(text("instruction"))
-    if not found and "json" in files:
-        with suppress(ValueError, TypeError, LookupError, AttributeError):
-            content = json.loads(text("json")) | {"original": "x", "edited": "x"}
-            found = [x for x in next(by_words(content, "")).instruction if isinstance(x, str)]
-    found = [x.strip() for x in found if x.strip()] or [x.strip() for x in as_list(text("txt"))]
-    if not any(found):
-        raise ValueError("it has no instruction")
-    "".join([*found, *filter(None, captions.values())]).encode()  # half a letter raises an error
-    return captions | {"edit_prompt": found}

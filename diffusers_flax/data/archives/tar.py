@@ -1,24 +1,26 @@
-"""Tar archives, gzipped or not, whole or in parts, read in place.
+"""Tar archives, gzipped or not, whole or in parts.
 
     for archive in find_archives(Path("downloads"), files):
         for offset, size, name in list_members(archive): ...
 
-Nothing is unpacked. Archives with links, devices or paths outside of them are refused.
+Members are read in place, those of a gzipped archive after it is unpacked to one .tar file.
+Archives with links, devices or paths outside of them are refused.
 """
 
 import gzip
 import io
 import os
 import re
+import shutil
 import tarfile
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import NamedTuple
 
+from diffusers_flax.loading.files import save_whole
 from diffusers_flax.messages import one_line
 
 # split's parts: .000, .aa, .split.000, .part-aa, -part-aa, .part0
@@ -104,6 +106,19 @@ class Archive(NamedTuple):
                     "of its parts"
                 ) from error
 
+    def unpack(self, file: Path) -> "Archive":
+        """The archive as a plain .tar file, which is written if it is not there."""
+        if not file.exists():
+            with self.open() as content:
+                save_whole(file, lambda path: copy(content, path))
+        return Archive(self.name, (file,))
+
+
+def copy(content: io.BufferedIOBase, path: Path) -> None:
+    """Write what is left of an open file to another one."""
+    with open(path, "wb") as file:
+        shutil.copyfileobj(content, file, 1 << 20)
+
 
 def find_archives(folder: Path, files: list[Path]) -> list[Archive]:
     """The archives among the files of a directory, by name.
@@ -130,24 +145,6 @@ def part_number(part: str) -> int:
     return sum(26**place * (ord(x) - ord("a")) for place, x in enumerate(reversed(part)))
 
 
-class Header(tarfile.TarInfo):
-    """A member's header, of which only what is used is read; tarfile reads unusual ones."""
-
-    @classmethod
-    def frombuf(cls, block: bytes, encoding: str, errors: str) -> tarfile.TarInfo:
-        """The header in a block of an archive."""
-        try:
-            total = sum(block) - sum(block[148:156]) + 8 * ord(" ")
-            is_usual = block[156:157] == b"0" and block[345:346] == b"\0"
-            if is_usual and total == int(block[148:156].rstrip(b"\0 "), 8):
-                header = cls(block[:100].split(b"\0")[0].decode(encoding, errors))
-                header.size = int(block[124:136].rstrip(b"\0 "), 8)
-                return header
-        except ValueError:  # digits in base 256
-            pass
-        return super().frombuf(block, encoding, errors)
-
-
 def list_members(archive: Archive) -> Iterator[tuple[int, int, str]]:
     """The files of an archive in its order: (offset of the content, size, name).
 
@@ -159,7 +156,7 @@ def list_members(archive: Archive) -> Iterator[tuple[int, int, str]]:
     with archive.open() as file:
         block = b"begin"
         while block:
-            tar = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="replace", tarinfo=Header)
+            tar = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="replace")
             while member := tar.next():
                 tar.members.clear()  # which would take memory
                 is_file = member.isreg() and not member.issparse()
@@ -177,46 +174,3 @@ def list_members(archive: Archive) -> Iterator[tuple[int, int, str]]:
             while (block := file.read(BLOCK)) == bytes(BLOCK):
                 pass
             file.seek(-len(block), io.SEEK_CUR)  # of another archive
-
-
-class Forwards:
-    """Files of gzipped archives, each read once from start to end; files wait until used."""
-
-    def __init__(self, archives: list[Archive], uses: Counter[Place], folder: Path):
-        """uses: how often each file will be read; folder: for files that wait."""
-        self._uses = uses
-        self._streams = {
-            number: stream(archives[number - 1], sorted(x for x in uses if x.archive == number))
-            for number in {place.archive for place in uses}
-        }
-        self._waiting = {}  # {place: position in the file}
-        self._file = TemporaryFile(dir=folder)  # noqa: SIM115
-
-    def read(self, place: Place) -> bytes:
-        """The content of a file."""
-        while place not in self._waiting:
-            other, data = next(self._streams[place.archive])
-            self._waiting[other] = self._file.seek(0, os.SEEK_END)
-            self._file.write(data)
-        self._file.seek(self._waiting[place])
-        data = self._file.read(place.size)
-        self._uses[place] -= 1
-        if not self._uses[place]:
-            del self._waiting[place]
-        if not self._waiting:
-            self._file.truncate(0)
-        return data
-
-    def close(self) -> None:
-        """Close the archives."""
-        for opened in self._streams.values():
-            opened.close()
-        self._file.close()
-
-
-def stream(archive: Archive, places: list[Place]) -> Iterator[tuple[Place, bytes]]:
-    """The files at some places, in the order of the archive."""
-    with archive.open() as file:
-        for place in places:
-            file.seek(place.offset)
-            yield place, file.read(place.size)

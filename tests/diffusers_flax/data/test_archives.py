@@ -247,7 +247,7 @@ def test_a_directory_that_has_files(tmp_path, capsys):
     assert {*out.iterdir()} == {*before}
 
 
-def test_files_of_a_gzipped_archive_wait_on_disk(tmp_path):
+def test_files_of_a_gzipped_archive_come_in_any_order(tmp_path):
     """All sources come first, then all results in another order, and another archive's."""
     folder, rng = tmp_path / "set", np.random.default_rng(0)
     orders = [rng.permutation(12) for _ in range(2)]

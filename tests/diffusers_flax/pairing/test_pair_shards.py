@@ -19,14 +19,14 @@ from diffusers_flax.data.writing import SCHEMA
 from diffusers_flax.pairing.caption_lists import Caption
 from diffusers_flax.pairing.pair_scores import NO_SCORES, Scores
 from diffusers_flax.pairing.pair_shards import (
-    BINS,
     MadePair,
     PairShards,
     choose_pairs,
     counted_pairs,
     counts_of,
+    write_preview,
+    write_report,
 )
-from diffusers_flax.pairing.pairs_report import write_preview, write_report
 from diffusers_flax.pairing.samples import draw_sample
 
 FLAGS = ("min_clip_text", "min_clip_image", "min_clip_direction")
@@ -105,7 +105,6 @@ def test_what_is_counted():
     scores = np.array([pair.scores for pair in pairs])
     good = scores >= [0.5, 0.5, 0.25, 0.5]
     missed = [50 - (good[:, 0] & good[:, 1]).sum(), *(50 - good[:, 2:].sum(axis=0))]
-    histograms = np.array(counts.pop("histograms"))
     assert counts == {
         "line": 7,
         "samples": 50,
@@ -113,10 +112,6 @@ def test_what_is_counted():
         "kept": 2,
         "missed": dict(zip(FLAGS, missed)),
     }
-    # Scores beyond the ends count at the ends, NaN at the lowest.
-    assert histograms.sum(axis=1).tolist() == [50] * 4
-    assert histograms[:, -1].tolist() == (scores == 1).sum(0).tolist()
-    assert histograms[:, 0].tolist() == (np.isnan(scores) | (scores < -0.5)).sum(0).tolist()
 
 
 # ------------------------------------------------------------------ files
@@ -162,7 +157,7 @@ def test_shards_have_the_kept_pairs_of_their_lines(tmp_path):
             assert row["guidance_scale"] == pytest.approx(pair.sample.guidance_scale)
             assert row["attention_sharing"] == pytest.approx(pair.sample.attention_sharing)
             assert np.array_equal([row[x] for x in Scores._fields], np.float32(pair.scores))
-    assert list(shards.counts()) == [
+    assert shards.counts() == [
         counts_of(CAPTIONS[place], made(place), config_of()) for place in range(5)
     ]
 
@@ -191,7 +186,7 @@ def test_workers_write_the_shards_of_one(tmp_path):
     write_all(tmp_path / "all", 0, 4)
     assert files_of(tmp_path / "all") == files_of(tmp_path / "alone")
     lines = [line["line"] for shards in (first, *others) for line in shards.counts()]
-    assert sorted(lines) == [1, 3, 5, 7, 9] and not list(others[-1].counts())
+    assert sorted(lines) == [1, 3, 5, 7, 9] and not others[-1].counts()
 
 
 def test_directories_that_are_refused(tmp_path):
@@ -239,20 +234,13 @@ def test_the_report_of_lines(tmp_path):
     _, said = write_report(config, "report-2", counts, 1.234)
     assert said == (
         "1 pairs of 3 lines are kept; 1 of 4 samples reach the thresholds, 1.23 s per kept pair of "
-        "this start\nlines without a good sample: 3, 5; failed most: --min_clip_direction of 1, "
-        "--min_clip_text of 1"
+        "this start\nlines without a good sample: 3, 5; samples miss --min_clip_text by 1, "
+        "--min_clip_image by 1, --min_clip_direction by 3"
     )
     report = json.loads((tmp_path / "report-2.json").read_text())
     assert [report[x] for x in ("lines", "samples", "good", "kept")] == [3, 4, 1, 1]
     assert report["missed"] == dict(zip(FLAGS, (1, 1, 3)))
     assert report["lines_without_good"] == [3, 5]
-    assert report["lines_by_kept_pairs"] == {"0": 2, "1": 1}
     assert report["thresholds"] == THRESHOLDS
-    assert np.allclose(report["bins"], BINS)
-    for name, *values in zip(Scores._fields, GOOD, BAD, BAD, [-1] * 4):
-        found = np.histogram(np.clip(values, -0.5, 1), BINS)[0]
-        assert report["histograms"][name] == found.tolist()
-    with Image.open(tmp_path / "report-2.png") as image:
-        assert image.format == "PNG" and np.ptp(np.asarray(image.convert("L"))) > 100
     _, said = write_report(config, "report", [], None)  # of a worker without shards
     assert said == "0 pairs of 0 lines are kept; 0 of 0 samples reach the thresholds"
