@@ -3,7 +3,8 @@
     report = convert_archives(Path("downloads"), Path("data"), PairsFlags())
 
 Headers of all archives are read, gzipped archives are unpacked into the output directory, then
-every pair's files are read in the order of the archives, by position. The same command after a kill goes on after the last complete shard.
+every pair's files are read in the order of the archives, by position. The same command after a kill
+goes on after the last complete shard.
 """
 
 import hashlib
