@@ -63,24 +63,19 @@ def to_rgb(image):
 def to_8_bits(image):
     """Convert a PIL image to a mode with 8 bits per value, which Pillow converts to RGBA.
 
-    Args:
-        image: PIL image; 16-bit values (mode I;16, or I above 255) become 0 to 255.
-
-    Raises:
-        ValueError: the range of the values is not known: mode F, or mode I without 16-bit values.
+    16-bit values (mode I;16, or I above 255) become 0 to 255. A ValueError for values of an unknown
+    range.
     """
     if image.mode == "La":  # premultiplied
         return image.convert("LA")
     if not image.mode.startswith(("I", "F")):
         return image
     values = np.asarray(image)  # Pillow would clip them
-    low, high = values.min(), values.max()
-    if image.mode == "F" or low < 0 or high > 65535 or (image.mode == "I" and high < 256):
-        raise ValueError(
-            f"image mode {image.mode} has values from {low} to {high}, which are not 16 bits; "
-            "scale them to 0 to 255 and convert the image to mode L"
-        )
-    return Image.fromarray((values // 257).astype(np.uint8))
+    if image.mode == "F" or values.min() < 0 or values.max() > 65535:
+        raise ValueError(f"image mode {image.mode} has no 8 or 16 bits; convert it to mode L")
+    if image.mode != "I" or values.max() > 255:
+        values = values // 257
+    return Image.fromarray(values.astype(np.uint8))
 
 
 def prepare_images(image):
@@ -158,11 +153,8 @@ def mask_values(mask, unpainted=None):
     Where all pixels are transparent, all values are `unpainted`; None: an error.
 
     Raises:
-        ValueError: the range of the values is not known, see to_8_bits; nothing is painted; or it
-            has colors and no transparent pixels.
+        ValueError: nothing is painted, or it has colors and no transparent pixels.
     """
-    if mask.mode == "I" and mask.getextrema()[1] < 256:  # not 16 bits, see to_8_bits
-        return np.asarray(mask).clip(0).astype(np.uint8)
     mask = to_8_bits(mask)
     if not mask.has_transparency_data:
         mask = mask.convert("RGB")  # not every mode becomes RGBA
@@ -274,19 +266,10 @@ def pair_up(first, second, first_name="prompts", second_name="images"):
 
 
 def pair_with_masks(prompt_ids, image, mask, factor=1, feather=0):
-    """Prepare masks, and repeat a single prompt, image or mask for many of the others.
+    """(prompt_ids, image, mask) with masks prepared; a single one of any is repeated.
 
-    Args:
-        prompt_ids: int32 (B, 77), SDXL (B, 2, 77).
-        image: (B, C, H, W), or latents (B, C, h, w).
-        mask, feather: see prepare_masks.
-        factor: pixels of the mask per pixel or latent of the image, along a side.
-
-    Returns:
-        (prompt_ids, image, mask), mask float32 (B, 1, H, W) from 0 to 1.
-
-    Raises:
-        ValueError: numbers or sizes differ, or it is not a mask.
+    mask, feather: see prepare_masks; factor: pixels of the mask per pixel or latent of the image,
+    along a side.
     """
     mask = prepare_masks(mask, feather)
     height, width = (side * factor for side in image.shape[2:])

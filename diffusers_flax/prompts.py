@@ -118,9 +118,6 @@ def prepare_prompts(
     return Prompts(ids, null_ids, None if is_plain else all_weights)
 
 
-# ------------------------------------------------------------ from texts to chunks of tokens
-
-
 def tokenize_weighted(pipeline, long_prompts, convention, prompt):
     """(ids, weights) of prompts, int32 and float32 (B, 77 k), SDXL (B, encoders, 77 k)."""
     prompts = as_list(prompt)
@@ -158,10 +155,7 @@ def as_list(prompt):
 
 
 def make_chunks(tokenizer, parts, length, long_prompts, convention):
-    """The tokens of a prompt, a list of chunks of up to length - 2 pairs (id, weight).
-
-    parts: of the prompt, [(text, weight) or BREAK]; length: of what the text encoder takes.
-    """
+    """Chunks of up to length - 2 pairs (id, weight) of a prompt's parts (text, weight) or BREAK."""
     units, size = units_of(tokenizer, parts, convention, length - 2), length - 2
     if long_prompts:
         comma = None if convention == "comfyui" else tokenizer.convert_tokens_to_ids(",</w>")
@@ -176,18 +170,14 @@ def make_chunks(tokenizer, parts, length, long_prompts, convention):
 def units_of(tokenizer, parts, convention, size):
     """[(ids, weight) or BREAK]: tokens that share a chunk, at most `size` of them.
 
-    Other arguments as for make_chunks. An embedding with several vectors is one unit, and so is a
-    short text of one weight in the convention of comfyui.
+    An embedding with several vectors is one unit, and so is a short text of comfyui.
     """
-    sequences = sequences_of_tokens(tokenizer)
-    texts = [part[0] for part in parts if part is not BREAK]
-    encoded = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else []
-    encoded, units = iter(encoded), []
+    sequences, units = sequences_of_tokens(tokenizer), []
     for part in parts:
         if part is BREAK:
             units.append(BREAK)
             continue
-        ids = next(encoded)
+        ids = tokenizer(part[0], add_special_tokens=False, verbose=False).input_ids
         together = convention == "comfyui" and len(ids) < LONG_TEXT
         for is_sequence, group in groupby(ids, lambda i: i in sequences):
             if is_sequence:
@@ -201,10 +191,7 @@ def units_of(tokenizer, parts, convention, size):
 
 
 def fill_chunks(units, size, comma):
-    """Chunks of up to `size` pairs (id, weight) of units_of, at least one, which may be empty.
-
-    comma: id of the token after which a full chunk may end earlier, see LAST_TOKENS, or None.
-    """
+    """Chunks of up to `size` pairs (id, weight) of units_of; comma: its id, or None."""
     chunks, last_comma = [[]], -math.inf
     for unit in units:
         if unit is BREAK:
@@ -230,9 +217,6 @@ def pad_chunk(tokenizer, chunk, length):
     """A chunk's pairs (id, weight) between start and end, padded to a length."""
     pairs = [(tokenizer.bos_token_id, 1), *chunk, (tokenizer.eos_token_id, 1)]
     return pairs + [(tokenizer.pad_token_id, 1)] * (length - len(pairs))
-
-
-# ------------------------------------------------------------------------ from text to weights
 
 
 def parse_webui(text):
@@ -292,9 +276,6 @@ def parse_comfyui(text, weight=1.0):
     return parts
 
 
-# ----------------------------------------------------------------------- from chunks to states
-
-
 def encode_prompts(encode, texts, weights, empty_ids):
     """Text states of prompts of several chunks, or with weights: part of a compiled program.
 
@@ -348,10 +329,7 @@ def split_chunks(x, length):
 
 
 def weigh(convention, states, weights, empty):
-    """States z of chunks, (rows, k, 77, D), with weights w; weights of 1 do not change a chunk.
-
-    weights: float32 (rows or 1, k, 77); empty: z_empty, states of the empty prompt, (77, D).
-    """
+    """States z of chunks, (rows, k, 77, D), with weights (rows or 1, k, 77); empty: (77, D)."""
     z, w, z_empty = states.astype(jnp.float32), weights[..., None], empty.astype(jnp.float32)
     if convention == "comfyui":
         weighted = jnp.where(w == 1, z, z_empty + w * (z - z_empty))

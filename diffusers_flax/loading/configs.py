@@ -132,11 +132,7 @@ class ConfigMixin:
 
 
 class FromSingleFile:
-    """from_single_file of pipelines and of models that are published as one file.
-
-    A subclass has `from_pretrained` and `single_file_component`: "unet", "vae", "controlnet", or
-    None for a pipeline.
-    """
+    """from_single_file of pipelines and models; single_file_component: None for a pipeline."""
 
     single_file_component = None
 
@@ -169,15 +165,9 @@ class FromSingleFile:
             ValueError: the file is missing, damaged or no such model, or there are no configs.
         """
         hub_options = take_hub_options(kwargs)
-        source = open_source(
-            "pretrained_model_link_or_path",
-            pretrained_model_link_or_path,
-            cls.single_file_component,
-            config,
-            use_ema_weights,
-            revision,
-            **hub_options,
-        )
+        model, component = pretrained_model_link_or_path, cls.single_file_component
+        options = (component, config, use_ema_weights, revision)
+        source = open_source("pretrained_model_link_or_path", model, *options, **hub_options)
         if not isinstance(source, SingleFile):
             raise ValueError(
                 f"{source} is not one of {', '.join(SINGLE_FILE_SUFFIXES)}; from_pretrained opens "

@@ -25,13 +25,7 @@ from diffusers_flax.loading.weights import as_array, load_pickle, naming_damage,
 
 # diffusers' names, in a directory or on the hub.
 EMBEDDING_FILES = ("learned_embeds.safetensors", "learned_embeds.bin")
-# Text encoder by the name of its vectors: today's, and of diffusers' first SDXL training.
-ENCODERS = {
-    "clip_l": "text_encoder",
-    "text_encoders_0": "text_encoder",
-    "clip_g": "text_encoder_2",
-    "text_encoders_1": "text_encoder_2",
-}
+ENCODERS = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}  # by names in SDXL's files
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 NO_TOKEN = ("emb_params", "*")  # names of vectors that are not tokens
 TABLE = "text_model/embeddings/token_embedding/embedding"
@@ -124,14 +118,9 @@ def fit_vectors(embedding, modules):
     return vectors
 
 
-# ---------------------------------------------------------------- files
-
-
 def read_embeddings(spec, **hub_options):
     """List of the Embeddings of FILE or FILE:TOKEN; a ValueError if there are none."""
     source, token = split_spec(spec)
-    if token is not None and not token.strip():
-        raise ValueError(f"embeddings={spec}: write FILE or FILE:TOKEN, such as style.pt:<style>")
     file = fetch_named("embeddings", source, EMBEDDING_FILES, **hub_options)
     what = f"embeddings={source}"
     with naming_damage(what):

@@ -13,10 +13,10 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 
 from diffusers_flax.loading.files import read_json
 from diffusers_flax.loading.single_file import (
+    DEFAULT_CONFIGS,
     SINGLE_FILE_SUFFIXES,
     SingleFile,
     check_content,
-    default_configs,
 )
 from diffusers_flax.messages import one_line
 
@@ -35,9 +35,8 @@ def take_hub_options(kwargs):
     Returns:
         {"cache_dir", "force_download", "local_files_only", "token": value}, where given.
     """
-    kwargs.pop("resume_download", None)  # downloads always resume
-    if kwargs.get("proxies") is None:
-        kwargs.pop("proxies", None)
+    for name in ("resume_download", "proxies"):  # of the published signatures; no effect
+        kwargs.pop(name, None)
     if (token := kwargs.pop("use_auth_token", None)) is not None:  # the old name
         kwargs.setdefault("token", token)
     names = ("cache_dir", "force_download", "local_files_only", "token")
@@ -71,10 +70,10 @@ def fetch_file(source, name, subfolder=None, revision=None, **hub_options):
     """
     if isinstance(source, SingleFile):
         component = subfolder or source.component
-        is_alone = component == source.component  # its configs may be in the directory itself
-        places = dict.fromkeys((component, None) if is_alone else (component,))
-        files = (fetch_file(source.configs, name, place, **hub_options) for place in places)
-        return next(filter(None, files), None)
+        file = fetch_file(source.configs, name, component, **hub_options)
+        if file is None and component == source.component:  # in the directory itself
+            file = fetch_file(source.configs, name, **hub_options)
+        return file
     if str(source).endswith(SINGLE_FILE_SUFFIXES) and Path(source).is_file():
         raise ValueError(f"{source} is one file; open it with from_single_file")
     if os.path.isdir(source):
@@ -116,9 +115,6 @@ def fetch_directory(source, names, subfolder=None, revision=None, **hub_options)
     """The directory with files of a directory or hub repository; some of them may be missing.
 
     Given a hub id, transformers asks the hub for many more files, and waits for each.
-
-    Raises:
-        ValueError: none of the files exists.
     """
     files = [fetch_file(source, name, subfolder, revision, **hub_options) for name in names]
     if not any(files):
@@ -130,12 +126,8 @@ def fetch_directory(source, names, subfolder=None, revision=None, **hub_options)
 def locate(argument, source):
     """(directory or hub id, name of the file or None) of an argument's value.
 
-    Args:
-        argument: its name, for errors.
-        source: a file, a directory, or a hub id, owner/name or owner/name/FILE.
-
-    Raises:
-        ValueError: source is none of them.
+    argument: its name, for the error; source: a file, a directory, or a hub id, owner/name or
+    owner/name/FILE.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -153,18 +145,9 @@ def locate(argument, source):
 def fetch_named(argument, source, names=(), revision=None, **hub_options):
     """Path of the file that an argument names, downloaded if necessary.
 
-    Args:
-        argument, source: as for locate.
-        names: files to look for, in this order, where source names none.
-        revision: branch, tag or commit on the hub.
-        **hub_options: see take_hub_options.
-
-    Returns:
-        Path; source itself if it is a SingleFile; without names the directory or hub id if source
-        is one.
-
-    Raises:
-        ValueError: there is no such file.
+    names: files to look for, in this order, where source names none; without them a directory or
+    hub id is returned as it is, and so is a SingleFile. Other arguments as for locate and
+    fetch_file. A ValueError if there is no such file.
     """
     if isinstance(source, SingleFile):
         return source
@@ -192,12 +175,9 @@ def open_source(
 
     Args:
         argument: its name, for errors.
-        source: a directory, a hub id owner/name, a file, or a file of the hub: owner/name/FILE or
-            its address https://huggingface.co/owner/name/blob/main/FILE.
-        component: "unet", "vae" or "controlnet"; None: a pipeline.
-        configs: directory or hub id with configs and tokenizer; None: of the family's published
-            model.
-        use_ema_weights: True reads the averages of the UNet's weights.
+        source: as for from_single_file, or a directory or hub id.
+        component, configs, use_ema_weights: of the SingleFile; configs None: of the family's
+            published model.
         revision: branch, tag or commit of the hub's file.
         **hub_options: see take_hub_options.
 
@@ -216,7 +196,7 @@ def open_source(
     found = SingleFile(fetch_named(argument, place, revision=revision, **hub_options))
     found.component, found.use_ema_weights = component, use_ema_weights
     check_content(argument, found)
-    found.configs = str(configs or default_configs(found))
+    found.configs = str(configs or DEFAULT_CONFIGS[found.family])
     return found
 
 

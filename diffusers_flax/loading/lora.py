@@ -98,15 +98,9 @@ class Loras:
                 self.updates.setdefault(key, []).append(update)
 
     def fold(self, component, name, x):
-        """A parameter plus its updates, summed in float32, in the dtype of x.
+        """A component's parameter x plus its updates, summed in float32, in the dtype of x.
 
-        Args:
-            component: "unet", "text_encoder" or "text_encoder_2".
-            name: of the parameter, joined by "/".
-            x: NumPy array.
-
-        Raises:
-            ValueError: an update has other sizes.
+        name: of the parameter, joined by "/". A ValueError for an update of other sizes.
         """
         layer, _, leaf = name.rpartition("/")
         key = component, layer.replace("/", "_")

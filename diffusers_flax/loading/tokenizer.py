@@ -3,7 +3,7 @@
 import numpy as np
 
 from diffusers_flax.loading.hub import fetch_directory
-from diffusers_flax.messages import one_line, warn_once
+from diffusers_flax.messages import warn_once
 
 TOKENIZER_FILES = (
     "tokenizer_config.json",
@@ -23,15 +23,8 @@ def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **h
     """
     from transformers import CLIPTokenizer  # takes a second
 
-    try:
-        tokenizer = CLIPTokenizer.from_pretrained(
-            fetch_directory(path, TOKENIZER_FILES, subfolder, revision, **hub_options)
-        )
-    except Exception as error:  # the tokenizers library raises plain Exception
-        reason = one_line(error)
-        raise ValueError(
-            f"the {subfolder} of {path} cannot be read: {reason}; copy or download it again"
-        ) from error
+    folder = fetch_directory(path, TOKENIZER_FILES, subfolder, revision, **hub_options)
+    tokenizer = CLIPTokenizer.from_pretrained(folder)
     # Without the files transformers makes a tokenizer of two tokens, without an error.
     if not 2 < len(tokenizer) <= text_encoder.module.vocab_size:
         raise ValueError(
@@ -81,13 +74,10 @@ def too_long(tokenizer, ids, length):
     """What tokenize cuts off a prompt, in words; "" if its ids fit."""
     if len(ids) <= length:
         return ""
-    number = len(ids) - length
-    ignored = f"its last {number} tokens are" if number > 1 else "its last token is"
     cut = tokenizer.decode(ids[length - 1 : -1])
-    cut = f"{cut[:EXCERPT]}..." if len(cut) > EXCERPT else cut
     return (
-        f"prompt is {len(ids)} tokens long, the text encoder takes {length}: {ignored} ignored, "
-        f"{cut!r}"
+        f"prompt is {len(ids)} tokens long, the text encoder takes {length}: its last "
+        f"{len(ids) - length} tokens are ignored, {cut[:EXCERPT]!r}"
     )
 
 

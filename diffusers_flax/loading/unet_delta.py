@@ -62,14 +62,9 @@ class UnetDelta:
                 self.readers.append(open_unet(source, config, variant, **hub_options))
 
     def fold(self, name, x):
-        """A parameter of the UNet plus the difference, summed in float32, in the dtype of x.
+        """A parameter x of the UNet plus the difference, summed in float32, in the dtype of x.
 
-        Args:
-            name: of the parameter, joined by "/".
-            x: NumPy array.
-
-        Raises:
-            ValueError: DISTILLED or BASE lacks the parameter, or has another shape.
+        name: of the parameter, joined by "/". A ValueError for UNets that do not fit.
         """
         if not self.readers:
             return x
@@ -100,14 +95,7 @@ class UnetDelta:
 
 
 def open_unet(source, config, variant=None, **hub_options):
-    """{name of a parameter: function that reads it} of a UNet with a config.
-
-    Args:
-        source: directory or hub id of a UNet or of a pipeline, or a file of a UNet or of a whole
-            model.
-        config: the model's.
-        variant, hub_options: see UnetDelta.
-    """
+    """{name of a parameter: function that reads it} of a UNet; arguments: see UnetDelta."""
     repository, name = locate("unet_delta", source)
     if name is None:
         is_pipeline = fetch_file(repository, "config.json", "unet", **hub_options) is not None

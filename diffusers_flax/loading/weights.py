@@ -124,7 +124,7 @@ def flax_to_torch(key, array):
 
 
 def find_weights(fetch, weights_name, variant, from_pt, where):
-    """The files of the weights, in the first format that exists.
+    """The files of the weights, one or all shards, in the first format that exists.
 
     Weights without a variant take the place of a missing variant: the published classes ignored the
     argument, and scripts for them name variants that do not exist.
@@ -141,43 +141,30 @@ def find_weights(fetch, weights_name, variant, from_pt, where):
         for file_name in WEIGHT_FILES[weights_name][: 2 if from_pt else 3]:
             stem, suffix = file_name.split(".")
             tried.append(f"{stem}{dot_variant}.{suffix}")
-            if files := find_weight_files(fetch, stem, suffix, dot_variant):
+            files = [fetch(tried[-1])]
+            # diffusers' index of today, its older one, and huggingface_hub's.
+            for index_name in (
+                f"{stem}.{suffix}.index{dot_variant}.json",
+                f"{stem}.{suffix}{dot_variant}.index.json",
+                f"{stem}{dot_variant}.{suffix}.index.json",
+            ):
+                if files[0] is None and (index := fetch(index_name)):
+                    files = find_shards(fetch, index)
+            if files[0] is not None:
                 if variant and not dot_variant:
                     warn_once(f"{where} has no weights with variant={variant!r}: read without it")
                 return files
     raise ValueError(f"no weights in {where}: neither {', '.join(tried)} nor shards of one")
 
 
-def find_weight_files(fetch, stem, suffix, dot_variant):
-    """One file, or all shards; [] if there are neither."""
-    if file := fetch(f"{stem}{dot_variant}.{suffix}"):
-        return [file]
-    names = index_names(stem, suffix, dot_variant)
-    index = next((file for name in names if (file := fetch(name))), None)
-    if index is None:
-        return []
+def find_shards(fetch, index):
+    """The shards that an index lists, in its directory."""
     with naming_damage(index):
-        paths = read_json(index)["weight_map"].values()
-        # Shards are in the directory of their index, whatever path it has.
-        shards = {name: fetch(name) for name in sorted({Path(path).name for path in paths})}
-        if missing := [name for name, file in shards.items() if file is None]:
-            raise ValueError(f"it lists shards that are not there: {', '.join(missing)}")
-    return list(shards.values())
-
-
-def index_names(stem, suffix, dot_variant=""):
-    """Names of an index: diffusers' of today, its older one, and huggingface_hub's.
-
-    Args:
-        stem, suffix: of the single file, "model" and "safetensors".
-        dot_variant: "" or the variant with its dot, ".fp16".
-    """
-    names = (
-        f"{stem}.{suffix}.index{dot_variant}.json",
-        f"{stem}.{suffix}{dot_variant}.index.json",
-        f"{stem}{dot_variant}.{suffix}.index.json",
-    )
-    return list(dict.fromkeys(names))
+        names = sorted({Path(path).name for path in read_json(index)["weight_map"].values()})
+        shards = [fetch(name) for name in names]
+        if None in shards:
+            raise ValueError("it lists shards that are not there")
+    return shards
 
 
 def weights_pattern(stem, dot_variant=""):
@@ -188,13 +175,13 @@ def weights_pattern(stem, dot_variant=""):
 
 
 class NotNeeded:
-    """In place of an object in a pickle that is not needed."""
+    """In place of an object in a pickle that is not needed: takes what the pickle gives."""
 
     def __init__(self, *args, **kwargs):
-        """Take what the pickle gives."""
+        pass
 
     def __setstate__(self, state):
-        """Leave the object's content out."""
+        pass
 
 
 def read_weights(file, read=None, kinds=(jnp.floating,)):
@@ -223,10 +210,7 @@ def read_weights(file, read=None, kinds=(jnp.floating,)):
 
 @contextmanager
 def naming_damage(file):
-    """Turn an error while a file of weights is read into a ValueError that names the file.
-
-    file: Path, or text.
-    """
+    """Turn an error while a file of weights is read into a ValueError that names the file."""
     try:
         yield
     except (ImportError, MemoryError, PermissionError):  # not for the file's content
@@ -241,12 +225,7 @@ def naming_damage(file):
 def load_pickle(file):
     """The content of a PyTorch file, with memory-mapped tensors; no code in it is run.
 
-    Args:
-        file: Path or str.
-
-    Raises:
-        ImportError: PyTorch is not installed.
-        Exception: of many types, for code and damaged data; see naming_damage.
+    Raises errors of many types for code and damaged data; see naming_damage.
     """
     try:
         import torch  # takes seconds, and is needed for these files alone
@@ -284,11 +263,7 @@ def read_safetensors(file):
 
 
 class SafetensorsFile:
-    """A safetensors file whose tensors are read one at a time.
-
-    Attributes:
-        shapes: {name: shape}, in the file's order.
-    """
+    """A safetensors file whose tensors are read one at a time; shapes: {name: shape}."""
 
     def __init__(self, file):
         self.file = file
@@ -301,10 +276,7 @@ class SafetensorsFile:
         self.shapes = {name: tuple(self.header[name]["shape"]) for name in names}
 
     def read(self, key):
-        """A tensor as a NumPy array, of ml_dtypes' dtypes where NumPy has none.
-
-        A TypeError for packed dtypes, F4 and F6.
-        """
+        """A tensor as a NumPy array, of ml_dtypes' dtypes where NumPy has none."""
         entry = self.header[key]
         name, (start, end) = entry["dtype"], entry["data_offsets"]
         dtype = np.dtype(DTYPES.get(name) or DTYPE_KINDS[name[0]] + name[1:])
@@ -341,13 +313,9 @@ def read_msgpack(file):
 def write_safetensors(folder, flat, weights_name, dot_variant, dtype, max_shard_size):
     """Write parameters with PyTorch's names, as one file or as shards and their index.
 
-    Args:
-        folder: Path.
-        flat: {path joined by "/": array}.
-        weights_name: key of WEIGHT_FILES, part of the files' names.
-        dot_variant: as for index_names.
-        dtype: of the file; None: each array's own.
-        max_shard_size: see FlaxModelMixin.save_pretrained.
+    flat: {path joined by "/": array}; weights_name: key of WEIGHT_FILES; dot_variant: "" or the
+    variant with its dot, ".fp16"; dtype: of the file, None: each array's own; max_shard_size: see
+    FlaxModelMixin.save_pretrained.
     """
 
     def num_bytes(array):
@@ -372,7 +340,7 @@ def write_safetensors(folder, flat, weights_name, dot_variant, dtype, max_shard_
         del tensors
     if shards.is_sharded:
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-        write_json(folder / index_names(weights_name, "safetensors", dot_variant)[0], index)
+        write_json(folder / f"{weights_name}.safetensors.index{dot_variant}.json", index)
 
 
 def as_stored(array, dtype):

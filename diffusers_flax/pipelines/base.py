@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
@@ -101,8 +100,8 @@ PIPELINE_CLASSES = tuple(
 class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
     """A pipeline. Subclasses have its components as fields; absent components are None.
 
-    Subclasses define `torch_class_name`, the PyTorch class that opens the same directory;
-    `required_components`, which refuses other models; and the stages of a run, see running.py.
+    Subclasses define `torch_class_name`, the PyTorch class that opens the same directory, and the
+    stages of a run, see running.py.
     """
 
     accelerate: Any = field(default=None, kw_only=True)  # Acceleration
@@ -149,24 +148,20 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         """Raise a ValueError for an Acceleration that is not for this kind of pipeline."""
 
     @classmethod
-    def check(
-        cls, pretrained_model_name_or_path, revision=None, replaced=None, index=None, **hub_options
-    ):
+    def check(cls, path, revision=None, replaced=None, index=None, **hub_options):
         """Read a directory's configs without weights, and check that this class can open it.
 
         Args:
-            pretrained_model_name_or_path, revision: as for from_pretrained.
+            path, revision: as for from_pretrained.
             replaced: {component: object} in place of the directory's; "unet" as in from_pretrained.
             index: content of model_index.json; None reads it.
 
         Returns:
-            (content of model_index.json; {component: its config}); a replaced unet or vae has its
-            own config.
+            (content of model_index.json; {component: its config}).
 
         Raises:
             ValueError: the directory or components are missing, or it is another kind of pipeline.
         """
-        path = pretrained_model_name_or_path
         index = read_index(path, revision, **hub_options) if index is None else index
         configs = {}
         for name, component in (replaced or {}).items():
@@ -320,14 +315,9 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         """Like from_pretrained, without weights, and fast.
 
         Args:
-            pretrained_model_name_or_path, revision, dtype, scheduler, embeddings: as for
-                from_pretrained.
             replaced, index: as for check.
-            **options: accelerate, preview, layout, storage, vae_dtype, vae_tile and hub_options as
-                for from_pretrained; saved_programs, SavedPrograms instead of compiling.
-
-        Raises:
-            ValueError: the directory is missing, another kind of pipeline, or has invalid configs.
+            **options: saved_programs, SavedPrograms instead of compiling; all others, and the
+                arguments above, as for from_pretrained.
         """
         path, replaced = pretrained_model_name_or_path, dict(replaced or {})
         hub_options, vae_tile = take_hub_options(options), options.pop("vae_tile", None)
@@ -394,14 +384,9 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         param_dtype=None,
         **hub_options,
     ):
-        """The parameters, as from from_pretrained, for a pipeline that `open` returned.
-
-        absent: names of components whose parameters are not read.
-        """
+        """The parameters, for a pipeline of `open`; absent: names of components without them."""
         reading = {"param_dtype": param_dtype, "from_pt": from_pt, **hub_options}
         loras = Loras(lora, **hub_options)
-        if unet_delta and "unet" in absent:
-            raise ValueError("unet_delta needs the UNet's weights, which unet= replaces; leave one")
         delta = UnetDelta(unet_delta, self.unet.config, variant, **hub_options)
 
         def convert(component, name, x):
@@ -496,9 +481,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
     def save_pretrained(self, save_directory, params, push_to_hub=False, *, max_shard_size=None):
         """Write a pipeline directory that PyTorch's class opens.
 
-        The directory may exist, be a mount point or a link: a model in it is replaced, other files
-        are not changed. It has a model_index.json only while its model is complete. If the save is
-        interrupted while writing, nothing changes; see writing_pipeline.
+        A model in the directory is replaced, other files are not changed; see writing_pipeline.
 
         Args:
             save_directory: directory, created if missing.
@@ -598,8 +581,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             image_shape: (..., 3, H, W) of the input image, or (..., 4, h, w) of its latents.
 
         Raises:
-            ValueError: height or width is not a positive multiple of the VAE's factor, or differs
-                from the latents'.
+            ValueError: height or width is not a positive multiple of the VAE's factor.
         """
         factor = self.vae_scale_factor
         if image_shape is None:
@@ -610,22 +592,13 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             defaults = [x * scale for x in image_shape[-2:]]
         sides = [y if x is None else x for x, y in zip((height, width), defaults)]
         size = f"size {sides[0]}x{sides[1]} (height x width)"
-        if not all(isinstance(side, int | np.integer) for side in sides):
-            raise ValueError(f"{size} is not of type int; give whole numbers of pixels")
         if any(side < 1 or side % factor for side in sides):
             near = "x".join(str(max(factor, round(side / factor) * factor)) for side in sides)
             raise ValueError(f"{size} is not divisible by {factor}; try {near}")
-        if image_shape is not None and self.is_latents(image_shape) and sides != defaults:
-            raise ValueError(f"{size} is not the size of these latents; leave height and width out")
         return tuple(map(int, sides))
 
     def check_parallel(self, branches, height=None):
-        """Raise a ValueError for branches or a height that the layout does not divide.
-
-        Args:
-            branches: of guidance.
-            height: of the images, pixels; None: the model's.
-        """
+        """Raise a ValueError for branches, or a height in pixels, that the layout cannot divide."""
         if self.layout is not None:
             from diffusers_flax.devices.parallelism import check_parallel
 
@@ -644,10 +617,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
 
     @property
     def compute_vae(self):
-        """The VAE in vae_dtype; None: in its own, or float32 if it would overflow float16.
-
-        A config says by force_upcast that it would.
-        """
+        """The VAE in vae_dtype; None: in its own, or float32 for float16 with force_upcast."""
         if self.vae_dtype is not None:
             return self.vae.clone(dtype=jnp.dtype(self.vae_dtype))
         overflows = self.vae.force_upcast and self.vae.dtype == jnp.float16
@@ -655,16 +625,9 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
 
     def make_schedule(self, options, shape):
         """The Schedule of a run with these Options; shape: of the latents."""
-        return make_schedule(
-            self.scheduler,
-            shape,
-            options.num_inference_steps,
-            options.timesteps,
-            options.eta,
-            options.first_step,
-            options.denoising_start,
-            options.denoising_end,
-        )
+        names = ("timesteps", "eta", "first_step", "denoising_start", "denoising_end")
+        steps = {name: getattr(options, name) for name in names}
+        return make_schedule(self.scheduler, shape, options.num_inference_steps, **steps)
 
     def _generate(self, *arguments, **options):
         """The pipeline as one pure function of arrays, for one device; jit or pmap it.
@@ -719,14 +682,9 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         return Call(Options(**options), inputs, scales, **result)
 
     def decode(self, params, inputs, options, encoded, latents):
-        """Images, float32 (B, H, W, 3) in [0, 1]: the last stage of a run.
+        """Images, float32 (B, H, W, 3) in [0, 1], of scaled latents (B, 4, h, w): the last stage.
 
-        The tiny VAE decodes if the acceleration has taesd.
-
-        Args:
-            params, inputs, options: see running.generate.
-            encoded: result of the stage encode_image; None without one.
-            latents: scaled, (B, 4, h, w), of the stage denoise.
+        params, inputs, options: see running.generate; encoded: result of the stage encode_image.
         """
         if self.accelerate and self.accelerate.tiny_decoder:
             return decode(self.tiny_vae, params["tiny_vae"], latents, self.layout)

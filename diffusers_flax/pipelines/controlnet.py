@@ -97,18 +97,23 @@ class ControlNetTextToImage(TextToImage):
         """Whether the field is a list of ControlNets."""
         return isinstance(self.controlnet, FlaxMultiControlNetModel)
 
-    # ------------------------------------------------------------ directories
-
     @classmethod
     def _open_more_components(cls, path, revision, dtype, replaced, index, **hub_options):
-        """See FlaxDiffusionPipeline; replaced["controlnet"] may be one module or several.
-
-        Each may also be a directory, hub id or file.
-        """
+        """See FlaxDiffusionPipeline; replaced["controlnet"]: a module or its place, or several."""
         controlnet = replaced.get("controlnet")
         if controlnet is None:
             index = read_index(path, revision, **hub_options) if index is None else index
-            return {"controlnet": read_module(path, index, revision, dtype, **hub_options)}, {}
+            if not has_component(index, "controlnet"):
+                raise ValueError(
+                    f"{path} has no ControlNet; give controlnet=, a FlaxControlNetModel, or its "
+                    "directory, hub id or file"
+                )
+            options = {"subfolder": "controlnet", "revision": revision, **hub_options}
+            if index["controlnet"][1] == FlaxMultiControlNetModel.torch_class_name:
+                configs = FlaxMultiControlNetModel.load_config(path, **options)
+                return {"controlnet": FlaxMultiControlNetModel.from_config(configs, dtype)}, {}
+            net = FlaxControlNetModel.from_config(path, dtype=dtype, **options)
+            return {"controlnet": net}, {}
         is_several = isinstance(controlnet, list | tuple)
         nets = list(controlnet) if is_several else [controlnet]
         if not isinstance(nets[0], str | Path):
@@ -122,8 +127,6 @@ class ControlNetTextToImage(TextToImage):
         if is_several:
             return {"controlnet": several}, {"controlnet": sources}
         return {"controlnet": several.nets[0]}, {"controlnet": sources[0]}
-
-    # ----------------------------------------------------------------- inputs
 
     def prepare_image_inputs(self, image):
         """Turn control images, such as edges, into an array.
@@ -168,8 +171,6 @@ class ControlNetTextToImage(TextToImage):
 
     def is_latents(self, image_shape):
         return False
-
-    # ------------------------------------------------------------------ calls
 
     def __call__(
         self,
@@ -218,23 +219,11 @@ class ControlNetTextToImage(TextToImage):
         return run(self, self.make_call(locals()))
 
     def make_call(self, arguments):
-        """See FlaxDiffusionPipeline.make_call."""
-        given = arguments.get("options", {}) | arguments
-        return super().make_call(arguments | self.values_of_nets(given))
-
-    def values_of_nets(self, given):
-        """{argument: a tuple of one value per ControlNet}; an array of scales stays as it is.
-
-        given: {argument of a call: value}, for a ControlNet or for all.
-
-        Raises:
-            ValueError: a list has another length, or a range of steps is empty.
-        """
-        given = CONTROL_ARGUMENTS | given
+        """See FlaxDiffusionPipeline.make_call; a number is for all ControlNets."""
+        given, nets = CONTROL_ARGUMENTS | arguments.get("options", {}) | arguments, len(self.nets)
         values = {name: given[name] for name in CONTROL_ARGUMENTS}
         for name, value in values.items():
-            if isinstance(value, list | tuple | Real):
-                nets = len(self.nets)
+            if isinstance(value, list | tuple | Real):  # an array of scales stays as it is
                 values[name] = tuple(value) if isinstance(value, list | tuple) else (value,) * nets
                 if len(values[name]) != nets:
                     raise ValueError(
@@ -248,7 +237,7 @@ class ControlNetTextToImage(TextToImage):
                     f"control_guidance_start={start} and control_guidance_end={end} must be from 0 "
                     "to 1, fractions of the steps, the start below the end"
                 )
-        return values
+        return super().make_call(arguments | values)
 
     def residuals_of(self, params, inputs, options, schedule, text):
         """See TextToImage.residuals_of.
@@ -341,20 +330,6 @@ def acting_steps(options, num_steps):
     last = np.arange(1, num_steps + 1)[:, None] / num_steps
     starts, ends = np.array(options.control_guidance_start), np.array(options.control_guidance_end)
     return (first >= starts) & (last <= ends)
-
-
-def read_module(path, index, revision, dtype, **hub_options):
-    """The ControlNets of a pipeline directory, without weights; index: its model_index.json."""
-    if not has_component(index, "controlnet"):
-        raise ValueError(
-            f"{path} has no ControlNet; give controlnet=, a FlaxControlNetModel, or its directory, "
-            "hub id or file"
-        )
-    options = {"subfolder": "controlnet", "revision": revision, **hub_options}
-    if index["controlnet"][1] == FlaxMultiControlNetModel.torch_class_name:
-        configs = FlaxMultiControlNetModel.load_config(path, **options)
-        return FlaxMultiControlNetModel.from_config(configs, dtype)
-    return FlaxControlNetModel.from_config(path, dtype=dtype, **options)
 
 
 def resize_control_images(image, shape):

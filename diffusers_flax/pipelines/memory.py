@@ -18,8 +18,7 @@ from diffusers_flax.models.vae import least_tile
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.sampling import DECODED_PIXELS
 
-# Arrays of features at full size that the VAE holds at once, by programs compiled for a CPU and v5e
-# (there 3.5 in the decoder).
+# Arrays of features at full size that the VAE holds at once, by programs compiled for a CPU.
 DECODER_ARRAYS, ENCODER_ARRAYS = 4.1, 4.5
 
 
@@ -40,13 +39,9 @@ class MemoryBound(NamedTuple):
 
 
 def bound_memory(pipeline, devices, batch_size, size):
-    """The MemoryBound of the parameters and of a batch of images on each device.
+    """The MemoryBound of the parameters and of a batch of images of a size on each device.
 
-    Args:
-        pipeline: as from open.
-        devices: that make images: all of them, or the first of each group of the layout.
-        batch_size: images at once.
-        size: (width, height) of the images, pixels.
+    devices: that make images: all of them, or the first of each group of the layout.
     """
     layout, on_host = pipeline.layout, devices[0].platform == "cpu"
     held = bytes_of_devices(pipeline)
@@ -76,11 +71,6 @@ def bytes_of_devices(pipeline):
     return held
 
 
-def decodes_tiny(pipeline):
-    """Whether TAESD decodes a pipeline's images."""
-    return bool(pipeline.accelerate and pipeline.accelerate.tiny_decoder)
-
-
 def with_balanced_components(pipeline, batch_size, size):
     """The pipeline with its components' devices chosen by memory, if its layout is BALANCED."""
     layout = pipeline.layout
@@ -101,18 +91,12 @@ def choose_vae_tile(pipeline, batch_size, size, available, platform):
     """The side of tiles in which the VAE's work fits into memory; 0: whole images.
 
     It is the size that the VAE was trained at, as in PyTorch, or a half or a quarter of it. Smaller
-    ones would show.
-
-    Args:
-        pipeline: as from open.
-        batch_size: images at once.
-        size: their (width, height), pixels.
-        available: bytes of memory beside the parameters.
-        platform: of the device, "cpu", "gpu" or "tpu".
+    ones would show. available: bytes of memory beside the parameters; others as for bytes_of_vae.
     """
     vae, encodes = pipeline.compute_vae, pipeline.encodes_images
     needs = partial(bytes_of_vae, vae, batch_size, size, platform, encodes=encodes)
-    if (decodes_tiny(pipeline) and not encodes) or needs() <= available:
+    is_tiny = pipeline.accelerate and pipeline.accelerate.tiny_decoder
+    if (is_tiny and not encodes) or needs() <= available:
         return 0
     side, least = vae.sample_size, least_tile(vae)
     if not isinstance(side, int) or side < least or side % least:
@@ -123,9 +107,6 @@ def choose_vae_tile(pipeline, batch_size, size, available, platform):
 
 def bytes_of_vae(vae, batch_size, size, platform, tile=0, encodes=False):
     """Memory that the VAE takes for images beside its parameters, bytes, estimated.
-
-    Most of it is the widest features at full size, or the logits of the attention in the middle,
-    where it has no kernel.
 
     Args:
         vae: FlaxAutoencoderKL, in the dtype that it computes in.
@@ -173,11 +154,7 @@ def sizes_of_params(pipeline, model):
 
 
 def num_bytes_at_once(pipeline):
-    """A lower bound on the bytes of parameters that are on a device at once.
-
-    They are all, or with offload those of the component that runs, with groups the largest group
-    and what is in no group.
-    """
+    """A lower bound on the bytes of parameters that are on a device at once; see offload."""
     if pipeline.layout is None or not pipeline.layout.fetches:
         return num_bytes_of_params(pipeline)
     offload, most = pipeline.layout.offload, 0

@@ -127,14 +127,7 @@ class Call:
 
 
 def run(pipeline, call):
-    """Run a pipeline's program; every pipeline's call ends here.
-
-    Returns:
-        The pipeline's output; with jit its arrays have a leading axis of devices.
-
-    Raises:
-        ValueError: shapes or places of arrays do not fit.
-    """
+    """Run a pipeline's program; every call ends here. With jit arrays have an axis of devices."""
     options, inputs, jit, layout = call.options, call.inputs, call.jit, pipeline.layout
     check_inputs(pipeline, jit, inputs, call.params)
     pipeline.check_parallel(options.branches, options.height)
@@ -168,13 +161,8 @@ def run(pipeline, call):
 def generate(pipeline, options, text_modules, inputs, shared, params):
     """A pipeline's images, or their latents, as one pure function of arrays.
 
-    Args:
-        pipeline, options: as for run.
-        text_modules: of the pipeline's text encoders, whose config may change between calls; part
-            of jit's cache key only.
-        inputs: {argument: array, or tree of arrays, with an entry for each image, or None}.
-        shared: {argument: number for all images}.
-        params: the pipeline's.
+    text_modules: of the text encoders, whose config may change between calls, for jit's cache key;
+    inputs: see Call; shared: {argument: number for all images}; params: the pipeline's.
     """
     inputs, layout = {**inputs, **shared}, pipeline.layout
     if layout is None or not layout.fetches:
@@ -228,15 +216,8 @@ def choose_denoising(
     """The function (x_T, after_step=None) -> x_0 of a pipeline; see sampling.denoise.
 
     Accelerations, several devices and previews are chosen here alone. A plain image runs none of
-    their code.
-
-    Args:
-        pipeline, params: FlaxDiffusionPipeline and its parameters.
-        schedule: Schedule.
-        keys: one per image.
-        prediction: GuidedPrediction.
-        height: of the latents.
-        finish: changes the decoded images of previews.
+    their code. keys: one per image; height: of the latents; finish: changes the decoded images of
+    previews.
     """
     watch = watch_for_previews(pipeline, params, schedule, keys, finish)
     if pipeline.accelerate:
@@ -339,10 +320,7 @@ def stage_program(pipeline, options, text_modules, name, params, inputs, results
 
 
 def check_inputs(pipeline, jit, inputs, params):
-    """Raise a ValueError unless arrays and params have the axes that a call with `jit` takes.
-
-    Without jit the program runs where params are; warns if that is the CPU beside an accelerator.
-    """
+    """Raise a ValueError unless arrays and params have the axes that a call with `jit` takes."""
     prompt_ids = inputs["prompt_ids"]
     if not hasattr(prompt_ids, "ndim"):
         raise ValueError("prompt_ids is no array of token ids; make it with prepare_inputs")
@@ -360,8 +338,6 @@ def check_inputs(pipeline, jit, inputs, params):
     sizes = set()
     for name in ("image", "masked_image", "mask"):
         if (x := inputs[name]) is not None:
-            if not jnp.issubdtype(x.dtype, jnp.floating):
-                raise ValueError(f"{name} is {x.dtype}; prepare_inputs makes it float32")
             factor = pipeline.vae_scale_factor if pipeline.is_latents(x.shape) else 1
             sizes.add((*x.shape[: len(batch)], *(side * factor for side in x.shape[-2:])))
     if len(sizes) > 1 or any(size[:-2] != batch for size in sizes):

@@ -211,7 +211,14 @@ def make_schedule(
             or the scheduler does not take this eta.
     """
     check_eta(scheduler, eta)
-    check_denoising_range(scheduler, denoising_start, denoising_end)
+    given = [x for x in (denoising_start, denoising_end) if x is not None]
+    takes = scheduler.takes_denoising_range and not scheduler._option("sigma_data")
+    if given and not (takes and all(0 < x < 1 for x in given) and given == sorted({*given})):
+        raise ValueError(
+            f"denoising_start={denoising_start}, denoising_end={denoising_end} must be fractions "
+            "between 0 and 1, the start below the end, and not for a model of EDM or the "
+            f"Runge-Kutta steps of PNDM ({type(scheduler).__name__})"
+        )
     with jax.ensure_compile_time_eval():
         plan = partial(
             scheduler.set_timesteps, scheduler.create_state(), num_inference_steps, shape
@@ -235,20 +242,6 @@ def make_schedule(
     return Schedule(scheduler, jax.tree.map(jnp.asarray, constants), scales, eta)
 
 
-def check_denoising_range(scheduler, denoising_start, denoising_end):
-    """Raise a ValueError unless both are fractions of the denoising, in order; None: not given."""
-    given = [x for x in (denoising_start, denoising_end) if x is not None]
-    if not given:
-        return
-    takes = scheduler.takes_denoising_range and not scheduler._option("sigma_data")
-    if not takes or not all(0 < x < 1 for x in given) or given != sorted({*given}):
-        raise ValueError(
-            f"denoising_start={denoising_start}, denoising_end={denoising_end} must be fractions "
-            "between 0 and 1, the start below the end, and not for a model of EDM or the "
-            f"Runge-Kutta steps of PNDM ({type(scheduler).__name__})"
-        )
-
-
 def num_steps_before(scheduler, state, fraction):
     """Number of timesteps before a fraction of the denoising is done.
 
@@ -259,15 +252,9 @@ def num_steps_before(scheduler, state, fraction):
 
 
 def timestep_options(num_inference_steps, timesteps, eta, ays=AYS_SD):
-    """The options of a call that choose the steps; timesteps win over num_inference_steps.
+    """{"num_inference_steps", "timesteps", "eta"} of a call; timesteps win.
 
-    Args:
-        num_inference_steps, eta: of a call.
-        timesteps: of a call, integers or "ays", or a tuple of them.
-        ays: the timesteps that "ays" stands for, AYS_SD or AYS_SDXL.
-
-    Returns:
-        {"num_inference_steps", "timesteps", "eta"}.
+    timesteps: integers or "ays", or a tuple of them; ays: what "ays" stands for.
     """
     values = () if timesteps is None else np.ravel(timesteps).tolist()
     values = ays if values == ["ays"] else tuple(values)

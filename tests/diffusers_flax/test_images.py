@@ -149,11 +149,8 @@ def test_masks_that_cannot_be_told_apart_are_refused(mask, message):
 @pytest.mark.parametrize("function", [prepare_images, prepare_masks])
 def test_values_without_a_known_range_are_refused(function):
     ramp = np.linspace(0, 1, 16).reshape(4, 4)
-    for values, words in (
-        (ramp.astype(np.float32), "mode F"),
-        (np.int32(ramp * 1e6), "not 16 bits"),
-    ):
-        with pytest.raises(ValueError, match=f"{words}.*convert .* to mode L"):
+    for values in (ramp.astype(np.float32), np.int32(ramp * 1e6)):
+        with pytest.raises(ValueError, match="convert it to mode L"):
             function(Image.fromarray(values))
 
 

