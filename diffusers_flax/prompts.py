@@ -26,7 +26,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, zip_longest
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
@@ -130,16 +130,10 @@ def tokenize_weighted(pipeline, long_prompts, convention, prompt):
     ]
     rows = []  # for each prompt, (encoders, chunks, 77, 2)
     for parts in map(parse[convention], prompts):
-        chunks = [
-            make_chunks(tokenizer, parts, length, long_prompts, convention)
-            for tokenizer, length in encoders
-        ]
-        # The tokenizers may differ, in the vectors of an embedding for example.
-        same_number = zip(*zip_longest(*chunks, fillvalue=[]))
-        padded = [
-            [pad_chunk(tokenizer, chunk, length) for chunk in chunks]
-            for (tokenizer, length), chunks in zip(encoders, same_number)
-        ]
+        padded = []
+        for tokenizer, length in encoders:
+            chunks = make_chunks(tokenizer, parts, length, long_prompts, convention)
+            padded.append([pad_chunk(tokenizer, chunk, length) for chunk in chunks])
         rows.append(np.array(padded))
     most = math.lcm(*(row.shape[1] for row in rows))
     pairs = np.stack([np.tile(row, (1, most // row.shape[1], 1, 1)) for row in rows])

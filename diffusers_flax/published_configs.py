@@ -72,15 +72,3 @@ COSXL_SCHEDULER = {
 }
 # Scheduler option: name of its entry in a single file of CosXL.
 COSXL_ENTRIES = {"sigma_min": "edm_vpred.sigma_min", "sigma_max": "edm_vpred.sigma_max"}
-
-
-def kind_of_unet(in_channels, out_channels):
-    """A UNet's kind, in words, by its channels; None: not known."""
-    kinds = {
-        1: "Stable Diffusion 2 depth",
-        3: "Stable Diffusion upscaler",
-        0: "text to image",
-        out_channels: "InstructPix2Pix",
-        out_channels + 1: "inpainting",
-    }
-    return kinds.get(in_channels - out_channels)

@@ -48,9 +48,6 @@ class Embeddings:
             learned_embeds.safetensors or .bin, or a hub id (owner/name or owner/name/FILE). TOKEN
             is by default the file's, or the file's name.
         **hub_options: see take_hub_options.
-
-    Raises:
-        ValueError: a file is missing, damaged, or no embedding.
     """
 
     def __init__(self, specs=(), **hub_options):
@@ -152,7 +149,7 @@ def as_vectors(what, name, x):
 
 
 def as_arrays(content):
-    """The content of a PyTorch file with NumPy arrays in place of tensors."""
+    """The content of a PyTorch file, with NumPy arrays in place of tensors."""
     if hasattr(content, "items"):  # a dict or PyTorch's ParameterDict
         return {name: as_arrays(x) for name, x in content.items()}
     return as_array(content) if hasattr(content, "detach") else content

@@ -27,7 +27,6 @@ from diffusers_flax.published_configs import (
     COSXL_ENTRIES,
     COSXL_SCHEDULER,
     REFINER_FEATURES,
-    kind_of_unet,
 )
 
 INDEX_NAME, SCHEDULER_FILE = "model_index.json", "scheduler_config.json"
@@ -134,9 +133,10 @@ class SingleFile(str):
 
     @property
     def kind(self):
-        """The UNet's kind, in words, by its channels; None: of no known model."""
-        out = self.shape_of("unet", "out.2.weight", "conv_out.weight") or (4,)
-        return self.in_channels and kind_of_unet(self.in_channels, out[0])
+        """A key of PURPOSES, by the UNet's channels; None: of no known model."""
+        out, *_ = self.shape_of("unet", "out.2.weight", "conv_out.weight") or (4,)
+        kinds = {out: "text to image", 2 * out: "InstructPix2Pix", 2 * out + 1: "inpainting"}
+        return kinds.get(self.in_channels)
 
     @functools.cached_property
     def family(self):
@@ -234,10 +234,9 @@ def check_content(argument, source):
         content, needed = first_names([*(found or names)]), source.component or "a whole model"
         raise ValueError(f"{what} has {content} alone; give a file with {needed}")
     if wanted == "unet" and source.kind not in PURPOSES:
-        kind = source.kind or first_names([*names])
         raise ValueError(
-            f"{what} is of a family that is not supported ({kind}); give Stable Diffusion 1.x, 2.x "
-            "or SDXL, for images from text, edits or inpainting"
+            f"{what} is of a family that is not supported; give Stable Diffusion 1.x, 2.x or SDXL, "
+            "for images from text, edits or inpainting"
         )
     has_averages = wanted == "unet" and any(name.startswith(EMA_PREFIX) for name in names)
     if source.use_ema_weights and (is_alone or not has_averages):

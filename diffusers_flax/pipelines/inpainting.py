@@ -3,8 +3,6 @@
 Source: inpainting with any text-to-image model, Blended Latent Diffusion (arXiv 2206.02779).
 """
 
-from typing import Any, NamedTuple
-
 import jax
 
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
@@ -17,18 +15,6 @@ from diffusers_flax.pipelines.sampling import (
     resize,
     starting_noise,
 )
-
-
-class InpaintedLatents(NamedTuple):
-    """Scaled latents (B, 4, h, w), or None if a run does not need them.
-
-    Fields:
-        masked: of the image with the masked area blank.
-        whole: of the whole image.
-    """
-
-    masked: Any
-    whole: Any
 
 
 class Inpainting(ImageToImage):
@@ -52,7 +38,7 @@ class Inpainting(ImageToImage):
         return self.unet.in_channels != self.vae.latent_channels
 
     def encode_image(self, params, inputs, options):
-        """The InpaintedLatents: a stage of a run."""
+        """Scaled latents (B, 4, h, w) of the masked and the whole image, None where not needed."""
         image, masked_image, mask = (inputs[name] for name in ("image", "masked_image", "mask"))
         shape = options.height, options.width
         keys = keys_of_sequel(self.keys_of(inputs, options))
@@ -68,28 +54,29 @@ class Inpainting(ImageToImage):
                     "image: give image=, made by diffusers_flax.images.prepare_images"
                 )
             image_latents = self.latents_of(params, image, keys, options)
-        return InpaintedLatents(masked_latents, image_latents)
+        return masked_latents, image_latents
 
     def denoise(self, params, inputs, options, text, encoded):
-        """Scaled latents (B, 4, h, w), repainted within the mask; encoded: InpaintedLatents."""
+        """Scaled latents (B, 4, h, w), repainted within the mask; encoded: of encode_image."""
+        masked_latents, image_latents = encoded
         B, factor = len(inputs["prompt_ids"]), self.vae_scale_factor
         size = options.height, options.width
         mask = jax.image.resize(inputs["mask"], (B, 1, *size), "nearest")
         mask = mask[..., ::factor, ::factor]  # as PyTorch's nearest neighbour, (B, 1, h, w)
 
         keys = self.keys_of(inputs, options)
-        shape = (encoded.masked if self.sees_mask else encoded.whole).shape
+        shape = (masked_latents if self.sees_mask else image_latents).shape
         schedule = self.make_schedule(options, shape)
         state, noise = schedule.state, starting_noise(inputs["latents"], keys, shape)
         if options.denoising_start:
-            x_t = encoded.whole
+            x_t = image_latents
         elif options.first_step:
-            x_t = self.scheduler.add_noise(state, encoded.whole, noise, state.timesteps[0])
+            x_t = self.scheduler.add_noise(state, image_latents, noise, state.timesteps[0])
         else:
             x_t = noise * state.init_noise_sigma
-        after_step, extra = None, (mask, encoded.masked)
+        after_step, extra = None, (mask, masked_latents)
         if not self.sees_mask:
-            after_step, extra = keep_outside(schedule, mask, encoded.whole, noise), ()
+            after_step, extra = keep_outside(schedule, mask, image_latents, noise), ()
         prediction = self.text_prediction(inputs, options, text, B, extra)
         denoise = choose_denoising(self, params, schedule, keys, prediction, shape[2])
         return denoise(x_t, after_step=after_step)

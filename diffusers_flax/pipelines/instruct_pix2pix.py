@@ -28,7 +28,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusers_flax.images import pair_up, pair_with_masks, prepare_images
-from diffusers_flax.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.base import MODULES, FlaxDiffusionPipeline
 from diffusers_flax.pipelines.running import (
     CallOptions,
@@ -48,8 +47,6 @@ from diffusers_flax.pipelines.sampling import (
     starting_noise,
 )
 from diffusers_flax.pipelines.stable_diffusion import StableDiffusionComponents
-
-__all__ = ["FlaxStableDiffusionInstructPix2PixPipeline", "FlaxStableDiffusionPipelineOutput"]
 
 # Branches of guidance: the UNet sees instruction and image, the image only, or neither.
 EDIT_BRANCHES = ("text", "image", "null")

@@ -38,13 +38,6 @@ from diffusers_flax.pipelines.sampling import TEXT_OF_BRANCH, are_plain
 from diffusers_flax.pipelines.text_to_image import TextToImage
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
-__all__ = [
-    "FlaxStableDiffusionImg2ImgPipeline",
-    "FlaxStableDiffusionInpaintPipeline",
-    "FlaxStableDiffusionPipeline",
-    "FlaxStableDiffusionPipelineOutput",
-]
-
 
 class StableDiffusionFamily(FlaxDiffusionPipeline):
     """Text encoding and safety checker of Stable Diffusion 1.x and 2.x."""

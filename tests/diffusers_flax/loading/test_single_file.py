@@ -208,7 +208,7 @@ def unet_file(in_channels):
 
 
 ERRORS = {
-    "depth": (unet_file(5), r"not supported \(Stable Diffusion 2 depth\); give Stable Diffusion 1"),
+    "depth": (unet_file(5), "not supported; give Stable Diffusion 1"),
     "lora": ({"lora_unet_down_blocks_0.lora_down.weight": torch.ones(2)}, "; give it as lora="),
     "vae": ({"encoder.conv_in.weight": torch.ones(2)}, "has vae alone; give a file with a whole"),
     "sd3": ({"model.diffusion_model.joint_blocks.0.bias": ONE}, "is of another family of models"),
