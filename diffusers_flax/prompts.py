@@ -13,9 +13,7 @@
 
 A text encoder takes 77 tokens. A long prompt is several chunks of 77: start, up to 75 tokens, end,
 padding. Each is encoded alone; their states are joined. docs/generating.md has the table of the two
-conventions for brackets and chunks. Pooled states are of the first chunk, without weights. Without
-prompt_weights long prompts have the chunks of "webui", and brackets and BREAK are text. A token of
-an embedding with several vectors is in one chunk.
+conventions for brackets and chunks.
 
 Source: AUTOMATIC1111/stable-diffusion-webui, modules/prompt_parser.py, sd_hijack_clip.py and
 sd_emphasis.py ("Original"); comfyanonymous/ComfyUI, comfy/sd1_clip.py and sdxl_clip.py.

@@ -64,10 +64,8 @@ def read_component_configs(path, names, revision=None, replaced=None, **hub_opti
 def writing_pipeline(save_directory):
     """Yield an empty directory for a pipeline, then move its files into save_directory.
 
-    Only files are moved, so save_directory may be a mount point or a link to a directory. The old
-    model_index.json is removed first and the new one is moved last: a directory with one is
-    complete. Other files in save_directory are not changed. If the caller's block fails,
-    save_directory is not changed. Files that cannot be moved stay in save_directory/.saving-*.
+    Only files are moved, so save_directory may be a mount point or a link. The old model_index.json
+    is removed first and the new one is moved last: a directory with one is complete.
     """
     # save_whole would replace the directory, with files that are not the model's.
     folder = Path(save_directory).resolve()

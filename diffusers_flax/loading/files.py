@@ -52,12 +52,7 @@ def write_text(path: Path, text: str, shared: bool = False) -> None:
 
 @contextmanager
 def naming_full_disk(path: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Turn any library's error for a full disk into an OSError that names the path.
-
-    Args:
-        path: file or directory that the block writes, and removes if it fails.
-        num_bytes: size of the file; None: not known.
-    """
+    """Turn any library's error for a full disk into an OSError that names the path and size."""
     try:
         yield
     except Exception as error:

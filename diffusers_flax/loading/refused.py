@@ -23,13 +23,7 @@ KINDS = {
 
 
 def refuse(what, names, takes=()):
-    """Raise a ValueError if a file's names are of a kind that its argument does not take.
-
-    Args:
-        what: argument and file, for the error.
-        names: of the file's entries.
-        takes: kinds that the argument takes.
-    """
+    """Raise a ValueError if a file's names are of a kind that its argument does not take."""
     names = [name.replace("/", ".") for name in names]
     for pattern, (kind, remedy) in KINDS.items():
         found = next((name for name in names if re.search(pattern, name)), None)

@@ -43,12 +43,8 @@ class UnetDelta:
             hub id of a UNet or of a pipeline, or a file of a UNet or of a whole model. WEIGHT
             multiplies the difference, default 1.
         config: of the model's UNet.
-        variant: of the weights' file names in directories; weights without a variant are read, with
-            a warning, where there are none.
+        variant: of the weights' file names in directories.
         **hub_options: see take_hub_options.
-
-    Raises:
-        ValueError: a source is missing, damaged, or no UNet.
     """
 
     def __init__(self, specs, config, variant=None, **hub_options):

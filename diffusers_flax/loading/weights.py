@@ -187,13 +187,8 @@ class NotNeeded:
 def read_weights(file, read=None, kinds=(jnp.floating,)):
     """Yield (Flax path, NumPy array) of one file; arrays of pickles are in the file's memory map.
 
-    Args:
-        file: Path.
-        read: yields (PyTorch's name, array) of the file; None: by its suffix.
-        kinds: of the arrays' dtypes, as jnp.issubdtype takes them.
-
-    Raises:
-        ValueError: the file is damaged, or has entries that are no such arrays.
+    read: yields (PyTorch's name, array) of the file, None: by its suffix; kinds: of the arrays'
+    dtypes, as jnp.issubdtype takes them. A ValueError for others, and for a damaged file.
     """
     readers = {".msgpack": read_msgpack, **dict.fromkeys(PICKLE_SUFFIXES, read_pickle)}
     read = read or partial(readers.get(file.suffix, read_safetensors), file)

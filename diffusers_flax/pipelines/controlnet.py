@@ -240,11 +240,7 @@ class ControlNetTextToImage(TextToImage):
         return super().make_call(arguments | values)
 
     def residuals_of(self, params, inputs, options, schedule, text):
-        """See TextToImage.residuals_of.
-
-        It runs no ControlNet in steps in which none acts. In guess mode only the rows of the first
-        branch, the text's, have residuals; the others are zero.
-        """
+        """See TextToImage.residuals_of; in guess mode the branch of the text alone has some."""
         image = resize_control_images(inputs["image"], (options.height, options.width))
         B, is_several = len(image), self.has_several
         guess_mode = options.guess_mode or self.nets[0].global_pool_conditions

@@ -21,12 +21,9 @@ from diffusers_flax.schedulers.factory import EDM_CLASSES
 
 
 def is_cosxl_edit(index):
-    """Whether a model takes scaled latents of the image to edit, as CosXL Edit does.
+    """Whether a model takes scaled latents of the image to edit, as CosXL Edit, by its index.
 
     Without an entry the scheduler decides, as PyTorch's save_pretrained does not write the entry.
-
-    Args:
-        index: content of model_index.json.
     """
     _, scheduler = index.get("scheduler") or (None, None)
     return bool(index.get("is_cosxl_edit", scheduler in EDM_CLASSES))

@@ -108,13 +108,8 @@ def choose_vae_tile(pipeline, batch_size, size, available, platform):
 def bytes_of_vae(vae, batch_size, size, platform, tile=0, encodes=False):
     """Memory that the VAE takes for images beside its parameters, bytes, estimated.
 
-    Args:
-        vae: FlaxAutoencoderKL, in the dtype that it computes in.
-        batch_size: images at once.
-        size: their (width, height), pixels.
-        platform: of the device, "cpu", "gpu" or "tpu".
-        tile: side of its tiles; 0: whole images.
-        encodes: whether images are encoded too, all of a batch at once.
+    size: their (width, height), pixels; platform: "cpu", "gpu" or "tpu"; tile: side of its tiles,
+    0: whole images; encodes: whether a batch of images is encoded too, all at once.
     """
     width, height = (min(side, tile or side) for side in size)
     num_decoded = min(batch_size, max(1, DECODED_PIXELS // math.prod(size)))  # at once

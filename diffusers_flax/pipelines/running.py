@@ -290,11 +290,7 @@ def generate_on_layout(pipeline, options, text_modules, jit, inputs, shared, par
 
 
 def generate_by_stages(pipeline, options, text_modules, jit, inputs, shared, params):
-    """One program for each stage, on the device of its models.
-
-    Stages are dispatched without waiting: the text of the next call may be encoded while the UNet's
-    device works.
-    """
+    """One program for each stage, on the device of its models, dispatched without waiting."""
     layout = pipeline.layout
     inputs = {**(jax.tree.map(lambda x: x[0], inputs) if jit else inputs), **shared}
 

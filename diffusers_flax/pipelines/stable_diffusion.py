@@ -45,14 +45,7 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
     text_axes = 1  # of one image's prompt_ids
 
     def encode_text(self, params, inputs, options):
-        """Text states of all branches of guidance: the first stage of a run.
-
-        Args:
-            params, inputs, options: see running.generate.
-
-        Returns:
-            (states (branches * B, 77 k, D); None, as only SDXL has added conditions).
-        """
+        """(Text states of all branches, (branches * B, 77 k, D); None): the first stage of a run."""
         prompt_ids = inputs["prompt_ids"]
         ids, B = {"text": prompt_ids}, len(prompt_ids)
         if {*options.branches} != {"text"}:
@@ -107,9 +100,8 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
 class StableDiffusionComponents(StableDiffusionFamily):
     """Components of Stable Diffusion 1.x and 2.x pipelines, in the published order.
 
-    Fields: modules, which compute in `dtype`; tokenizer, a transformers CLIPTokenizer; scheduler;
-    safety_checker, a FlaxStableDiffusionSafetyChecker, and feature_extractor, its
-    CLIPImageProcessor, or None.
+    tokenizer: a transformers CLIPTokenizer; safety_checker: a FlaxStableDiffusionSafetyChecker;
+    feature_extractor: its CLIPImageProcessor.
     """
 
     vae: FlaxAutoencoderKL

@@ -155,9 +155,6 @@ class XLComponents(FlaxDiffusionPipeline):
     def encode_text(self, params, inputs, options):
         """Text states of all branches of guidance: the first stage of a run.
 
-        Args:
-            params, inputs, options: see running.generate.
-
         Returns:
             (states (branches * B, 77 k, D); the UNet's {"text_embeds", "time_ids"}).
         """
@@ -194,11 +191,7 @@ class XLComponents(FlaxDiffusionPipeline):
         return jnp.concatenate([states[name] for name in names]), added
 
     def time_ids(self, text, size):
-        """Micro-conditioning: original size, crop corner, target size (6,); a refiner's (5,).
-
-        Args:
-            text: "text" or "null".
-            size: (height, width) of the result, pixels.
+        """Micro-conditioning of "text" or "null": original size, crop corner, target size (6,).
 
         Source: SDXL (arXiv 2307.01952), section 2.2.
         """

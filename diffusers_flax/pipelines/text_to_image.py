@@ -127,14 +127,7 @@ class TextToImage(FlaxDiffusionPipeline):
         return ("text",) if self.unet.time_cond_proj_dim is not None else branches
 
     def text_prediction(self, inputs, options, text, batch_size, extra=(), residuals=None):
-        """The GuidedPrediction for texts.
-
-        Args:
-            inputs, options, text: of the stage `denoise`.
-            batch_size: number of images.
-            extra: arrays (B, C, h, w) that join the UNet's input.
-            residuals: see residuals_of.
-        """
+        """The GuidedPrediction for texts; extra: arrays (B, C, h, w) that join the UNet's input."""
         branches, timestep_cond = options.branches, None
         if (dim := self.unet.time_cond_proj_dim) is not None:
             scale = jnp.asarray(inputs["guidance_scale"], jnp.float32).reshape(-1)
