@@ -45,7 +45,7 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
     text_axes = 1  # of one image's prompt_ids
 
     def encode_text(self, params, inputs, options):
-        """(Text states of all branches, (branches * B, 77 k, D); None): the first stage of a run."""
+        """(Text states of all branches, (branches * B, 77 k, D); None): a run begins with it."""
         prompt_ids = inputs["prompt_ids"]
         ids, B = {"text": prompt_ids}, len(prompt_ids)
         if {*options.branches} != {"text"}:
