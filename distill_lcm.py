@@ -441,8 +441,7 @@ def run_distillation(config: Config):
     lora = to_host(state.params, axes)
     del state, p_frozen  # free device memory
     checkpoints.close()
-    reports.close()
-    save_model(config, pipeline, lora, reports.last_row)
+    save_model(config, pipeline, lora, reports.close())
 
 
 def main(args=None):

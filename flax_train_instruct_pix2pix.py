@@ -555,8 +555,7 @@ def run_training(config: Config):
     try:
         checkpoints.close()  # a run is finished if its model is newer than its last checkpoint
     finally:  # also without room for the last checkpoint
-        reports.close()
-        save_model(config, pipeline, trained, others, reports.last_row)
+        save_model(config, pipeline, trained, others, reports.close())
 
 
 def main(args=None):

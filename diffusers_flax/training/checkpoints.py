@@ -5,7 +5,6 @@ the run, a dict. orbax-checkpoint writes it in the background; incomplete ones h
 Only process 0 reads and writes. At SIGTERM all processes stop after the same step.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -21,7 +20,7 @@ from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
 from diffusers_flax.devices.processes import check_agreement
-from diffusers_flax.messages import differences, one_line
+from diffusers_flax.messages import differences
 from diffusers_flax.training.flags import MAY_CHANGE, PER_PROCESS, final_file, fixed_flags, flag
 from diffusers_flax.training.latents import check_vae
 from diffusers_flax.training.models import tree_checksum
@@ -54,8 +53,8 @@ class Checkpoints:
         record: of the checkpoint from which the run starts, on process 0; {} at step 0.
 
     Raises:
-        ValueError: processes have different flags or data, or the checkpoint is damaged or belongs
-            to another run.
+        ValueError: processes have different flags or data, or the checkpoint belongs to another
+            run.
     """
 
     def __init__(self, config, dataset, identity, plan, axes):
@@ -214,7 +213,7 @@ def find_checkpoint(config, identity):
         (Path, its record); (None, {}) to start from step 0.
 
     Raises:
-        ValueError: the checkpoint is missing, damaged, or belongs to another run.
+        ValueError: the checkpoint is missing or belongs to another run.
     """
     resume_from = config.resume_from_checkpoint
     path = newest_checkpoint(config.output_dir) if resume_from == "latest" else Path(resume_from)
@@ -281,34 +280,16 @@ def make_handlers():
 
 
 def read_record(path):
-    """Read the record of a checkpoint; path: its directory.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    with naming(path):
-        return json.loads((path / "run" / "metadata").read_text())
+    """Read the record of a checkpoint; path: its directory."""
+    return json.loads((path / "run" / "metadata").read_text())
 
 
 def read_arrays(path):
-    """Read the arrays of a checkpoint, {name: NumPy array}; arguments and errors of read_record."""
+    """Read the arrays of a checkpoint, {name: NumPy array}; path: its directory."""
     import orbax.checkpoint as ocp
 
     handlers, _ = make_handlers()
-    with naming(path):
-        return handlers["state"].restore(path.resolve() / "state", args=ocp.args.PyTreeRestore())
-
-
-@contextlib.contextmanager
-def naming(path):
-    """A context whose errors name a damaged checkpoint."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(
-            f"checkpoint {path} cannot be read ({one_line(error, 200)}); remove it to resume from "
-            "the previous one"
-        ) from error
+    return handlers["state"].restore(path.resolve() / "state", args=ocp.args.PyTreeRestore())
 
 
 def flatten_by_name(tree, path=()):
@@ -330,12 +311,10 @@ class StopSignal:
         self.handlers = {}  # {number: handler before the context}
 
     def __enter__(self):
-        # jax's handler of SIGTERM informs the other processes.
-        numbers = (
-            [signal.SIGINT] if jax.distributed.is_initialized() else [signal.SIGTERM, signal.SIGINT]
-        )
-        for number in numbers:
-            self.handlers[number] = signal.signal(number, self._note)
+        numbers = {signal.SIGINT, signal.SIGTERM}
+        if jax.distributed.is_initialized():  # jax's handler informs the other processes
+            numbers.remove(signal.SIGTERM)
+        self.handlers = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def _note(self, number, frame):

@@ -78,7 +78,7 @@ class Reports:
 
     Attributes:
         snapshot_steps: steps between snapshots of the averages; 0: none.
-        last_row: the last row of metrics.jsonl, or None.
+        rows: of metrics.jsonl, dicts; [] on processes other than 0.
         unlogged: metrics of each fetched step since the last row, dicts of floats.
     """
 
@@ -86,32 +86,25 @@ class Reports:
         self.config, self.num_steps, self.folder = config, num_steps, Path(config.output_dir)
         self.schedule, self.plan, self.batches = schedule, plan, batches
         self.is_main, start_step = jax.process_index() == 0, checkpoints.start_step
-        self.row_steps = steps_between_rows(config, num_steps)
         self.snapshot_steps = snapshot_steps(config, num_steps)
-        self.profiled, self.is_profiling = profiled_steps(config.profile_steps), False
         self.unfetched = deque()  # metrics of steps that may still run on the devices
         self.unlogged = list(checkpoints.record.get("metrics", []))
         self.num_bad_before = checkpoints.record.get("num_bad", 0)  # before the run resumed
-        self.num_timed_steps, self.clock_start = 0, None
-        self.last_row = self.wandb_run = None
+        self.clock_step = self.clock_start = self.wandb_run = None
+        self.rows = []
         if self.is_main:
-            self._open_files(start_step)
+            if config.report_to == "wandb":
+                self.wandb_run = start_wandb(self.folder, config, resume=start_step > 0)
+            path = self.folder / "metrics.jsonl"  # marks the directory of a run
+            self.rows = rows_until_step(path, start_step)
+            write_text(path, "".join(json.dumps(row) + "\n" for row in self.rows))
+            write_flags(self.folder, config)
+            write_progress(self.folder / "validation", start_step)
+            if not start_step:
+                (self.folder / LOSS_PLOT).unlink(missing_ok=True)
+                shutil.rmtree(self.folder / "ema_snapshots", ignore_errors=True)
         options = dict(total=num_steps, initial=start_step, unit="step", desc="train")
         self.bar = tqdm(**options, disable=not self.is_main)
-
-    def _open_files(self, start_step):
-        """Open metrics.jsonl, which marks the directory of a run; remove later steps' reports."""
-        path = self.folder / "metrics.jsonl"
-        if self.config.report_to == "wandb":
-            self.wandb_run = start_wandb(self.folder, self.config, resume=start_step > 0)
-        lines = lines_until_step(path, start_step)
-        self.last_row = json.loads(lines[-1]) if lines else None
-        write_text(path, "".join(lines))
-        write_flags(self.folder, self.config)
-        drop_step_images(self.folder / "validation", start_step)
-        if not start_step:
-            (self.folder / LOSS_PLOT).unlink(missing_ok=True)
-            shutil.rmtree(self.folder / "ema_snapshots", ignore_errors=True)
 
     def __enter__(self):
         gc.freeze()  # else the collector goes through all loaded objects during steps
@@ -119,11 +112,10 @@ class Reports:
 
     def __exit__(self, *exception):
         gc.unfreeze()
-        self._stop_profile()
+        with contextlib.suppress(RuntimeError):  # no profile
+            jax.profiler.stop_trace()
         self.bar.close()
         self.batches.close()
-
-    # Metrics
 
     def log(self, step, metrics):
         """Record a step's metrics, and append a row if one is due.
@@ -139,32 +131,19 @@ class Reports:
             FloatingPointError: a loss or gradient since the last row is not finite.
         """
         self.unfetched.append(metrics)
-        if self.clock_start is None:  # the first step includes the start of the devices
+        if self.clock_step is None:  # the first step includes the start of the devices
             jax.block_until_ready(metrics)
-            self._restart_clock()
-        else:
-            self.num_timed_steps += 1
+            self._start_clock(step)
         # The host must not run far ahead: the progress bar would show steps that are not done.
         if len(self.unfetched) > MAX_STEPS_IN_FLIGHT:
             jax.block_until_ready(self.unfetched[-1 - MAX_STEPS_IN_FLIGHT])
         self.bar.update()
-        if step == 1 or is_due(step, self.row_steps, self.num_steps):
-            row = self._row(step)
-            if self.is_main:
-                self.last_row = row
-                with (self.folder / "metrics.jsonl").open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                if self.wandb_run is not None:
-                    self.wandb_run.log(row)
-                rate = row["pairs_per_second"]
-                speed = "" if rate is None else f", {rate:.3g} pairs/s"
-                self.bar.set_postfix_str(f"loss={row['loss']:.4f}{speed}")
-
-    def _row(self, step):
-        """The row of all steps since the last row, a dict of numbers and None."""
-        self._fetch(step)
-        timed, seconds = self.num_timed_steps, time.perf_counter() - self.clock_start
-        n = self.plan.num_updates(step)
+        row_steps = steps_between_rows(self.config, self.num_steps)
+        if step > 1 and not is_due(step, row_steps, self.num_steps):
+            return
+        reported = self.state(step)
+        seconds, work = clock() - self.clock_start
+        timed, n = step - self.clock_step, self.plan.num_updates(step)
         row = {
             "step": step,
             "loss": float(np.mean([metrics["loss"] for metrics in self.unlogged])),
@@ -173,22 +152,36 @@ class Reports:
             "pairs_per_second": timed * self.config.train_batch_size / seconds if timed else None,
             "data_wait": self.batches.seconds_waited / seconds if timed else None,  # fraction
             # of this thread's work in a step, without waiting
-            "host_seconds": (time.thread_time() - self.work_start) / timed if timed else None,
+            "host_seconds": work / timed if timed else None,
             "memory_gb": peak_memory(jax.local_devices())[0] / 1e9,
             "ema_decay": self.plan.decays(n)[0] if n else None,
-            "num_bad": self._num_bad(),
+            "num_bad": reported["num_bad"],
         } | {f"passes/{name}": x for name, x in self.batches.dataset.passes(step).items()}
-        self._restart_clock()
+        self._start_clock(step)
         self.unlogged.clear()
-        return row
+        if self.is_main:
+            self.rows.append(row)
+            with (self.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            if self.wandb_run is not None:
+                self.wandb_run.log(row)
+            rate = row["pairs_per_second"]
+            speed = "" if rate is None else f", {rate:.3g} pairs/s"
+            self.bar.set_postfix_str(f"loss={row['loss']:.4f}{speed}")
 
-    def _restart_clock(self):
-        self.num_timed_steps, self.clock_start = 0, time.perf_counter()
-        self.work_start = time.thread_time()
+    def _start_clock(self, step):
+        self.clock_step, self.clock_start = step, clock()
         self.batches.seconds_waited = 0.0
 
-    def _fetch(self, step):
-        """Wait for all steps up to this one and move their metrics to unlogged."""
+    def state(self, step):
+        """Wait for all steps up to this one; return what a checkpoint keeps of the reports.
+
+        Returns:
+            A JSON dict: {"metrics": unlogged, "num_bad": undecodable pairs of all processes}.
+
+        Raises:
+            FloatingPointError: a loss or gradient since the last row is not finite.
+        """
         while self.unfetched:
             metrics = self.unfetched.popleft()
             self.unlogged.append({name: float(first_replica(x)) for name, x in metrics.items()})
@@ -200,59 +193,36 @@ class Reports:
                 f"{len(sums)} steps); nothing was saved since the last checkpoint; start again "
                 "with a lower --learning_rate, or without --mixed_precision bf16"
             )
-
-    def _num_bad(self):
-        """Undecodable pairs in the run so far, over all processes."""
-        num_bad = np.int32(self.batches.num_bad)
-        total = process_allgather(num_bad).sum() if jax.process_count() > 1 else num_bad
-        return self.num_bad_before + int(total)
-
-    def state(self, step):
-        """What a checkpoint keeps of the reports, a JSON dict.
-
-        Raises:
-            FloatingPointError: a loss or gradient since the last row is not finite.
-        """
-        self._fetch(step)
-        return {"metrics": list(self.unlogged), "num_bad": self._num_bad()}
+        num_bad = int(process_allgather(np.int32(self.batches.num_bad)).sum())
+        return {"metrics": list(self.unlogged), "num_bad": self.num_bad_before + num_bad}
 
     @contextlib.contextmanager
     def pause(self):
         """A context for work that is not timed; all processes leave it together."""
-        pause_start, work_start = time.perf_counter(), time.thread_time()
+        pause_start = clock()
         yield
         wait_for_all("process 0 has written")
-        self.clock_start += time.perf_counter() - pause_start
-        self.work_start += time.thread_time() - work_start
+        self.clock_start += clock() - pause_start
 
     def profile(self, step):
         """Start and stop the profiler for --profile_steps, which count from 0, before a step."""
-        first, last = self.profiled
+        first, last = profiled_steps(self.config.profile_steps)
         if self.is_main and step - 1 == first:
-            self.is_profiling = True
             jax.profiler.start_trace(self.folder / "profile")
-        elif step - 1 > last:
-            self._stop_profile()
-
-    def _stop_profile(self):
-        if self.is_profiling:
-            self.is_profiling = False
+        if self.is_main and step - 2 == last:
             jax.block_until_ready(list(self.unfetched))
-            jax.profiler.stop_trace()
+            with contextlib.suppress(RuntimeError):  # the run resumed after the first step
+                jax.profiler.stop_trace()
 
     def draw(self):
-        """Plot the losses of metrics.jsonl to loss.png; without matplotlib do nothing."""
-        if not self.is_main:
+        """Plot the losses of all rows to loss.png; without matplotlib do nothing."""
+        if not self.rows:
             return
         try:
             from matplotlib.figure import Figure  # seconds; without pyplot no display is used
         except ImportError:
             return
-        rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        points = [(row["step"], row["loss"]) for row in rows]
-        if not points:
-            return
-        steps, losses = zip(*points)
+        steps, losses = ([row[name] for row in self.rows] for name in ("step", "loss"))
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         plot = figure.add_subplot()
         plot.plot(steps, losses, ".-", color="C0", alpha=0.35, label="loss")
@@ -271,10 +241,20 @@ class Reports:
             self.wandb_run.log({"validation": image, "step": step})
 
     def close(self):
-        """Draw the losses of all rows, and finish the wandb run, which else counts as failed."""
+        """Draw the losses, and finish the wandb run, which else counts as failed.
+
+        Returns:
+            The last row of metrics.jsonl, or None.
+        """
         self.draw()
         if self.wandb_run is not None:
             self.wandb_run.finish()
+        return self.rows[-1] if self.rows else None
+
+
+def clock():
+    """Seconds that have passed, and that this thread has worked, an array."""
+    return np.array([time.perf_counter(), time.thread_time()])
 
 
 def describe_run(config, num_steps, dataset, params, plan):
@@ -320,14 +300,15 @@ def save_snapshots(output_dir, step, averages, plan, axes, unet):
             save_whole(Path(output_dir, "ema_snapshots", f"{step:08d}-{sigma_rel:.3f}"), save)
 
 
-def lines_until_step(path, last_step):
-    """The lines of a metrics.jsonl up to a step, without a line that a crash truncated."""
-    valid_lines = []
+def rows_until_step(path, last_step):
+    """The rows of a metrics.jsonl up to a step, without a line that a crash truncated."""
+    rows = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            if json.loads(line)["step"] <= last_step:
-                valid_lines.append(f"{line}\n")
-    return valid_lines
+            row = json.loads(line)
+            if row["step"] <= last_step:
+                rows.append(row)
+    return rows
 
 
 def smoothed(values):
@@ -466,12 +447,7 @@ def load_validation_images(paths, sizes):
 
 
 def validation_grid(pairs, prompts):
-    """Draw one tile per edit: before and after, with the instruction below.
-
-    Args:
-        pairs: list of (before, after), PIL images; all are fitted into the size of the first.
-        prompts: the instruction of each pair.
-    """
+    """Draw one tile per pair (before, after), PIL images, with the instruction below."""
     side = max(GRID_IMAGE_SIZE, *pairs[0][0].size)
     size = ImageOps.contain(pairs[0][0], (side, side)).size
     tiles = []
@@ -489,25 +465,19 @@ def step_images(folder):
     return dict(sorted(steps.items()))
 
 
-def drop_step_images(folder, last_step):
-    """Remove the images of steps after last_step from a directory and its animation."""
-    for step, path in step_images(folder).items():
+def write_progress(folder, last_step=math.inf):
+    """Write FOLDER/progress.gif, an animation of step_images(folder); remove later images first."""
+    path, frames = Path(folder, "progress.gif"), []
+    for step, file in step_images(folder).items():
         if step > last_step:
-            path.unlink()
-    write_progress(folder)
-
-
-def write_progress(folder):
-    """Write FOLDER/progress.gif, an animation of step_images(folder); without any remove it."""
-    steps, path = step_images(folder), Path(folder, "progress.gif")
-    if not steps:
+            file.unlink()
+        else:
+            image = load_image(file)
+            image.thumbnail((GIF_SIDE, GIF_SIDE))
+            frames.append(captioned([image], f"step {step}"))
+    if not frames:
         path.unlink(missing_ok=True)
         return
-    frames = []
-    for step, file in steps.items():
-        image = load_image(file)
-        image.thumbnail((GIF_SIDE, GIF_SIDE))
-        frames.append(captioned([image], f"step {step}"))
     milliseconds = [1000 * GIF_SECONDS] * (len(frames) - 1) + [4000 * GIF_SECONDS]
     options = dict(save_all=True, append_images=frames[1:], duration=milliseconds, loop=0)
     save_whole(path, partial(frames[0].save, **options))

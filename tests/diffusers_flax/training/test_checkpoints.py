@@ -71,10 +71,3 @@ def test_a_cosine_within_its_warm_up_and_default_values_of_new_flags_go_on(tmp_p
     cosine = dict(lr_scheduler="cosine", lr_warmup_steps=10)
     new = {"mask_loss_weight": 1.0, "train_data_weights": (), "mask_column": ""}
     assert find(tmp_path, 40, new, **cosine) == find(tmp_path, 20, **cosine) == 10
-
-
-def test_a_damaged_checkpoint_is_named(tmp_path):
-    make_small_run(tmp_path, finished=False)
-    (tmp_path / "checkpoints" / "30" / "run" / "metadata").write_text("{")
-    with pytest.raises(ValueError, match="checkpoints/30 cannot be read"):
-        find(tmp_path, 30)

@@ -93,9 +93,6 @@ def test_smoothed_losses(num_rows, span):
         assert found == pytest.approx(weights @ values[:n] / weights.sum())
 
 
-# wandb
-
-
 # Times
 
 

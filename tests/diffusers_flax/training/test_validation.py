@@ -9,7 +9,7 @@ from PIL import Image
 
 from diffusers_flax.generating.captions import LINE_HEIGHT
 from diffusers_flax.training import reports
-from diffusers_flax.training.reports import drop_step_images, validation_grid, write_progress
+from diffusers_flax.training.reports import validation_grid, write_progress
 
 
 def image(color, size=(64, 48)):
@@ -55,9 +55,9 @@ def test_progress_shows_the_images_of_all_steps(tmp_path):
     assert [frame.shape for frame in shown] == [(80 + LINE_HEIGHT, 80, 3)] * 3
     for frame, color in zip(shown, ((255, 0, 0), (0, 255, 0), (0, 0, 255))):
         assert (frame[:80] == color).all() and (frame[80:] < 64).any()
-    drop_step_images(tmp_path, 50)
+    write_progress(tmp_path, 50)
     assert [tuple(frame[0, 0]) for frame, _ in frames()] == [(255, 0, 0), (0, 255, 0)]
-    drop_step_images(tmp_path, 0)
+    write_progress(tmp_path, 0)
     assert os.listdir(tmp_path) == ["step-best.png"]
 
 
