@@ -349,12 +349,11 @@ def make_optimizer(config: Config):
     return each_array(optax.adamw(schedule, weight_decay=config.adam_weight_decay)), schedule
 
 
-def save_model(config: Config, pipeline, lora, metrics):
+def save_model(config: Config, lora, metrics):
     """Write the card and the LoRA; the LoRA last, as it marks a finished run.
 
     Args:
         config: Config.
-        pipeline: of load_teacher.
         lora: the LoRA's parameters, NumPy arrays.
         metrics: last row of metrics.jsonl.
     """
@@ -373,9 +372,7 @@ python edit_cli.py --model {teacher} --lora {shlex.quote(config.output_dir)} \\
     --resolution {R} --input in.jpg --edit "make it red" --output out.png
 ```
 
-With PyTorch, open the model as a {pipeline.torch_class_name}, set its scheduler to
-`LCMScheduler.from_config(pipeline.scheduler.config)`, call `pipeline.load_lora_weights`, and edit
-with 4 steps and both guidance scales 1.
+With PyTorch, use `LCMScheduler`, `pipeline.load_lora_weights`, 4 steps and both guidance scales 1.
 """
     write_readme(config, config.output_dir, introduction, metrics, tags=("lora", "lcm"))
     scales = dict(guidance_scale=1.0, image_guidance_scale=1.0)
@@ -441,7 +438,7 @@ def run_distillation(config: Config):
     lora = to_host(state.params, axes)
     del state, p_frozen  # free device memory
     checkpoints.close()
-    save_model(config, pipeline, lora, reports.close())
+    save_model(config, lora, reports.close())
 
 
 def main(args=None):

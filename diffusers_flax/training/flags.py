@@ -62,11 +62,6 @@ def fixed_flags(config: Any, unless: set[str]) -> dict[str, Any]:
     return {f.name: getattr(config, f.name) for f in fields(config) if f.name not in unless}
 
 
-def is_given(config: Any, name: str) -> bool:
-    """Whether a flag has another value than its default."""
-    return getattr(config, name) != getattr(type(config), name)
-
-
 def flag(config: Any, name: str) -> str:
     """Format a flag for an error message: "--name value"."""
     return f"--{name} {getattr(config, name)}"
@@ -136,7 +131,9 @@ def check_combinations(config: Any) -> None:
             f"{flag(config, 'num_train_epochs')} goes with one --train_data_dir, as each set has "
             "epochs of its own; give --max_train_steps"
         )
-    if config.num_train_epochs is not None and is_given(config, "max_train_steps"):
+    defaults = type(config)
+    has_steps = config.max_train_steps != defaults.max_train_steps
+    if config.num_train_epochs is not None and has_steps:
         raise ValueError(
             f"{flag(config, 'num_train_epochs')} and {flag(config, 'max_train_steps')} both set "
             "the length of the run; leave out one"
@@ -167,7 +164,7 @@ def check_combinations(config: Any) -> None:
     }
     for names, (needed, has_it) in needs.items():
         for name in names:
-            if not has_it and is_given(config, name):
+            if not has_it and getattr(config, name) != getattr(defaults, name):
                 raise ValueError(f"{flag(config, name)} goes with {needed}")
     if config.num_train_epochs is None:
         check_schedules(config, config.max_train_steps)

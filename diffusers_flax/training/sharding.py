@@ -595,7 +595,12 @@ def start_state(params, tx, axes, devices=None):
     Raises:
         ValueError: params are not float32.
     """
-    check_float32(params)
+    # float16 overflows to NaN within a few steps; in bfloat16 small updates round to zero.
+    for path, x in flatten_dict(params, sep="/").items():
+        if x.dtype != jnp.float32:
+            raise ValueError(
+                f"{path} is {x.dtype}, not float32; read it with param_dtype=jnp.float32"
+            )
     shards = shard(join_vectors(flatten_dict(params), axes), axes, devices)
     init = jax.pmap(tx.init, axis_name="batch", devices=devices)
     opt_state = compile_pmapped(init, shards)(shards)
@@ -621,19 +626,6 @@ def state_shapes(params, tx, axes, num_devices):
 
     state = jax.eval_shape(on_one_device, params)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype), state)
-
-
-def check_float32(params):
-    """Raise a ValueError unless all parameters are float32.
-
-    float16 parameters overflow to NaN within a few steps; in bfloat16 small updates round to zero.
-    """
-    for path, x in flatten_dict(params, sep="/").items():
-        if x.dtype != jnp.float32:
-            raise ValueError(
-                f"{path} is {x.dtype}, not float32; read the parameters with "
-                "from_pretrained(..., param_dtype=jnp.float32)"
-            )
 
 
 def first_replica(x):
