@@ -39,7 +39,6 @@ from diffusers_flax.evaluation.edits import check_model
 from diffusers_flax.generating.batches import check_finite_images, devices_for
 from diffusers_flax.generating.defaults import with_defaults
 from diffusers_flax.generating.flags import from_flags
-from diffusers_flax.generating.masks import finish_image, fit_mask, stretch_mask
 from diffusers_flax.generating.models import (
     EDIT,
     Sampling,
@@ -51,7 +50,15 @@ from diffusers_flax.generating.models import (
 from diffusers_flax.generating.recipes import MASKED, recipe_text
 from diffusers_flax.generating.requests import Request
 from diffusers_flax.generating.runner import Models, kind_of, make_images
-from diffusers_flax.generating.sizes import fit_image, result_size, shared_size, stretch
+from diffusers_flax.generating.sizes import (
+    finish_image,
+    fit_image,
+    fit_mask,
+    result_size,
+    shared_size,
+    stretch,
+    stretch_mask,
+)
 from diffusers_flax.images import to_pil
 from diffusers_flax.loading.lora import split_weight
 from diffusers_flax.parameters import cast_params, place_params

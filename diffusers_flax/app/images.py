@@ -6,9 +6,8 @@ import numpy as np
 from PIL import Image
 
 from diffusers_flax.data.images import decode_image
-from diffusers_flax.generating.masks import read_mask_of
 from diffusers_flax.generating.requests import read_edits
-from diffusers_flax.generating.sizes import fit_image
+from diffusers_flax.generating.sizes import fit_image, read_mask_of
 from diffusers_flax.images import opaque_part
 
 PAINTING_SIZE = 512  # pixels, smallest longer side of an image in the mask editor

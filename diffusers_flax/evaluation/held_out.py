@@ -24,8 +24,7 @@ from diffusers_flax.data.shards import (
     read_columns,
     read_row_group,
 )
-from diffusers_flax.generating.masks import fit_mask, read_mask_of
-from diffusers_flax.generating.sizes import fit_image
+from diffusers_flax.generating.sizes import fit_image, fit_mask, read_mask_of
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,8 @@ from diffusers_flax.command_line import (
 from diffusers_flax.data.images import load_image
 from diffusers_flax.data.lists import find_base, raise_problems, read_list, read_objects
 from diffusers_flax.generating.flags import from_flags, nonblank_lines
-from diffusers_flax.generating.masks import check_mask
 from diffusers_flax.generating.models import EDIT, factor_and_resolution, task_of
-from diffusers_flax.generating.sizes import NUM_LOADERS, result_size, shared_size
+from diffusers_flax.generating.sizes import NUM_LOADERS, check_mask, result_size, shared_size
 from diffusers_flax.images import image_mark
 
 SEVERAL = ("image", "mask", "latents")  # flags with a file for each image

@@ -35,7 +35,6 @@ from diffusers_flax.generating.batches import (
     run_ahead,
 )
 from diffusers_flax.generating.flags import from_flags, layout_of_flags
-from diffusers_flax.generating.masks import finish_image, load_mask, stretch_mask
 from diffusers_flax.generating.models import (
     EDIT,
     ModelOptions,
@@ -49,7 +48,14 @@ from diffusers_flax.generating.models import (
 from diffusers_flax.generating.previews import PreviewFiles
 from diffusers_flax.generating.recipes import ids_of, recipe_of
 from diffusers_flax.generating.requests import choose_sizes, output_files
-from diffusers_flax.generating.sizes import NUM_LOADERS, load_fitted, stretch
+from diffusers_flax.generating.sizes import (
+    NUM_LOADERS,
+    finish_image,
+    load_fitted,
+    load_mask,
+    stretch,
+    stretch_mask,
+)
 from diffusers_flax.images import prepare_images, prepare_masks, save_image, to_pil
 from diffusers_flax.loading.directories import has_component, read_index
 from diffusers_flax.models.controlnet import FlaxMultiControlNetModel
