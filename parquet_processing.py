@@ -67,7 +67,6 @@ from diffusers_flax.images import open_image, save_image
 
 __all__ = ["ParquetImagePairs"]
 NUM_EXAMPLES = 4  # of each fault in the image of --report
-NUM_LISTED = 20  # unreadable rows to list, at most
 ARCHIVE_FLAGS = ("drop", "max_bad_fraction", "worker", "num_workers")
 SCORE_FLAGS = (*SCORES, "num_kept")
 PAIRS_FLAGS = tuple(field.name for field in dataclasses.fields(PairsFlags)[1:])
@@ -113,12 +112,8 @@ def check_flags(config: Config) -> None:
     if bool(config.num_held_out) != bool(config.held_out_dir):
         raise ValueError("--num_held_out N and --held_out_dir DIR go together; give both or none")
     check_workers(config)
-    for name in ("preview", "report"):
-        try:
-            if file := getattr(config, name):
-                check_image_file(Path(file))
-        except ValueError as error:
-            raise ValueError(f"--{name} {error}") from error
+    for file in filter(None, (config.preview, config.report)):
+        check_image_file(Path(file))
 
 
 def write_shards(config: Config) -> str:
@@ -134,17 +129,9 @@ def write_shards(config: Config) -> str:
         return filter_shards(pairs, output_dir, config)
     if is_archived(pairs):
         return convert_archives(pairs, output_dir, config)
-    if of_archives := given_flags(config, ARCHIVE_FLAGS):
-        raise ValueError(f"{of_archives[0]} goes with archives, not with --pairs {pairs}")
-    return write_pairs(
-        pairs,
-        output_dir,
-        max_pairs=config.max_pairs,
-        num_held_out=config.num_held_out,
-        held_out_dir=Path(config.held_out_dir) if config.held_out_dir else None,
-        seed=config.seed,
-        overwrite=config.overwrite_output_dir,
-    )
+    if wrong := given_flags(config, ARCHIVE_FLAGS):
+        raise ValueError(f"{wrong[0]} goes with archives, not with --pairs {pairs}")
+    return write_pairs(pairs, output_dir, config)
 
 
 def describe_shards(groups: list[RowGroup]) -> str:
@@ -216,15 +203,6 @@ def draw_preview(pairs: list[Pair], resolution: int) -> Image.Image:
     return tile_grid(tiles, num_columns, margin=max(4, resolution // 32))
 
 
-def masks_to_check(config: Config) -> str | None:
-    """The column of masks to check; None if there are no masks."""
-    shard = first_metadata(config.train_data_dir)
-    if shard is None or config.mask_column:  # list_row_groups says what is wrong
-        return config.mask_column or None
-    schema = shard.schema.to_arrow_schema()
-    return "" if find_mask_column(schema, config.train_data_dir, missing_ok=True) else None
-
-
 def describe_and_preview(config: Config) -> None:
     """Print a description of a directory of shards and write the preview.
 
@@ -232,7 +210,11 @@ def describe_and_preview(config: Config) -> None:
         ValueError: the directory is invalid, or no checked row can be decoded.
     """
     names = (getattr(config, name) for name in COLUMN_FLAGS)
-    groups = list_row_groups(config.train_data_dir, Columns(*names, mask=masks_to_check(config)))
+    mask, shard = config.mask_column, first_metadata(config.train_data_dir)
+    if shard and not mask:
+        schema = shard.schema.to_arrow_schema()
+        mask = find_mask_column(schema, config.train_data_dir, missing_ok=True)
+    groups = list_row_groups(config.train_data_dir, Columns(*names, mask=mask or None))
     if latents_metadata(groups[0].metadata):
         raise ValueError(
             f"--train_data_dir {config.train_data_dir} contains latents; name the directory of the "
@@ -259,13 +241,12 @@ def describe_and_preview(config: Config) -> None:
             unreadable.append(f"{group.path.name} row {row}: {error}")
         num_rows += 1
     is_all = num_rows == sum(group.num_rows for group in groups)
-    checked = f"all {num_rows} rows" if is_all else f"{num_rows} rows (a sample)"
-    print(f"checked     {checked}")
+    print("checked     " + (f"all {num_rows} rows" if is_all else f"{num_rows} rows (a sample)"))
     for column, counter in zip(groups[0].columns, formats):
         common = [f"{count} x {name}" for name, count in counter.most_common(5)]
         print(f"{column}: {', '.join(common)}")
     print(f"unreadable  {len(unreadable)} of {num_rows} rows")
-    for line in unreadable[:NUM_LISTED]:
+    for line in unreadable[:20]:
         print(f"            {line}")
     if not preview_pairs:
         raise ValueError(
@@ -273,11 +254,8 @@ def describe_and_preview(config: Config) -> None:
             f"first error: {unreadable[0]}"
         )
     preview_pairs = preview_pairs[: config.num_preview]
-    prompts = (
-        pair.instruction if isinstance(pair.instruction, str) else [*pair.instruction]
-        for pair in preview_pairs
-    )
-    print("prompts     " + "\n            ".join(map(repr, prompts)))
+    prompts = [repr(choose_instruction(pair.instruction, 0)) for pair in preview_pairs]
+    print("prompts     " + "\n            ".join(prompts))
     if config.report:
         print(report_faults(groups, config))
     if config.preview:

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
+from diffusers_flax.data.archives.flags import PairsFlags
 from diffusers_flax.data.decoding import IMAGE_NAMES, decode_pair, place_mask
 from diffusers_flax.data.images import decode_mask, encoded_size
 from diffusers_flax.data.lists import CAPTIONS, IMAGES, list_rows, raise_problems
@@ -140,26 +141,13 @@ def problem_of(row: dict) -> str:
     return ""
 
 
-def write_pairs(
-    source: Path,
-    output_dir: Path,
-    *,
-    max_pairs: int | None = None,
-    num_held_out: int = 0,
-    held_out_dir: Path | None = None,
-    seed: int = 0,
-    overwrite: bool = False,
-) -> str:
+def write_pairs(source: Path, output_dir: Path, options: PairsFlags) -> str:
     """Check a list of pairs and all its images, then write shards.
 
     Args:
         source: .jsonl or .csv file, or a directory (see the docstring of this file).
-        output_dir: directory for the shards, empty or new unless overwrite.
-        max_pairs: use only the first N pairs; None: all.
-        num_held_out: number of original images to hold out, with all their edits.
-        held_out_dir: likewise, for held-out pairs; required if num_held_out > 0.
-        seed: seed of the choice of held-out images.
-        overwrite: replace earlier shards and held-out pairs of this function.
+        output_dir: directory for the shards, empty or new unless overwrite_output_dir.
+        options: flags of the program.
 
     Returns:
         A summary with one line per directory.
@@ -168,13 +156,14 @@ def write_pairs(
         ValueError: the list or an image is invalid (names the first ten problems), or a directory
             is not empty or not writable. Nothing is written in these cases.
     """
-    check_directory("output_dir", output_dir, overwrite)
-    if held_out_dir:
-        check_directory("held_out_dir", held_out_dir, overwrite)
+    check_directory("output_dir", output_dir, options.overwrite_output_dir)
+    held_out_dir = Path(options.held_out_dir)
+    if options.num_held_out:
+        check_directory("held_out_dir", held_out_dir, options.overwrite_output_dir)
         if held_out_dir.resolve() == output_dir.resolve():
             raise ValueError(f"--held_out_dir {held_out_dir} is also --output_dir; name another")
     file = find_list(source)
-    pairs, problems = list_pairs(file, source.is_dir(), max_pairs)
+    pairs, problems = list_pairs(file, source.is_dir(), options.max_pairs)
     with ThreadPool(num_usable_cores()) as pool:  # exits at once on Ctrl-C
         found = pool.imap(problem_of, pairs, chunksize=4)
         bar = tqdm(found, "checking images", len(pairs), unit="pair", disable=None)
@@ -182,13 +171,13 @@ def write_pairs(
     raise_problems(file, sorted(problems))
 
     training, held_out = pairs, []
-    if num_held_out:
+    if options.num_held_out:
         digests = {
             x: hashlib.sha256(x.read_bytes()).digest()
             for x in {pair["original_image"] for pair in pairs}
         }
         keys = [(digests[pair["original_image"]], None, False) for pair in pairs]
-        chosen = choose_held_out(keys, num_held_out, seed)
+        chosen = choose_held_out(keys, options.num_held_out, options.seed)
         training = [pair for pair, is_chosen in zip(pairs, chosen) if not is_chosen]
         held_out = [pair for pair, is_chosen in zip(pairs, chosen) if is_chosen]
     schema = SCHEMA
@@ -210,5 +199,5 @@ def write_pairs(
             )
             write_held_out(zip(images, map(texts_of, held_out)), folder)
             report += f"\nheld out {len(held_out)} pairs: {held_out_dir / HELD_OUT_LIST}"
-            report += f" (of {num_held_out} originals); {COPIES}"
+            report += f" (of {options.num_held_out} originals); {COPIES}"
     return report

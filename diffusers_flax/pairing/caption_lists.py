@@ -46,11 +46,11 @@ def read_captions(file):
         List of Caption, with the spaces around texts removed. Blank lines are skipped.
 
     Raises:
-        ValueError: the file cannot be read, is not UTF-8 or has no captions; or lines are invalid,
-            repeat an earlier line, or have two equal captions (names the first ten).
+        ValueError: the file cannot be read, is not UTF-8 or has no captions; or lines are invalid
+            or have two equal captions (names the first ten).
     """
     given = f"--captions {file}"
-    captions, problems, lines = [], [], {}
+    captions, problems = [], []
     for line, content in read_objects(given, file):
         try:
             if isinstance(content, str):
@@ -61,12 +61,10 @@ def read_captions(file):
                 if not isinstance(text, str) or not text.strip():
                     raise ValueError(f"{key} has no text")
                 check_text(text)
-            spelling = spelling_of(texts)
-            if spelling[0] == spelling[2]:
+            caption = Caption(line, *map(str.strip, texts))
+            if caption.input.lower() == caption.output.lower():
                 raise ValueError("output is the same as input; write the caption after the edit")
-            if (first := lines.setdefault(spelling, line)) != line:
-                raise ValueError(f"repeats line {first}")
-            captions.append(Caption(line, *map(str.strip, texts)))
+            captions.append(caption)
         except ValueError as error:
             problems.append((line, str(error)))
     raise_problems(given, problems)
@@ -80,11 +78,6 @@ def text_of(captions):
     """A list of captions, as read_captions reads it."""
     rows = (dict(zip(KEYS, caption[1:])) for caption in captions)
     return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
-
-
-def spelling_of(texts):
-    """Texts as CLIP's tokenizer reads them, without punctuation at the end, a tuple."""
-    return tuple(" ".join(text.lower().rstrip(" .!?").split()) for text in texts)
 
 
 def captions_of_template(template, fill):
@@ -117,18 +110,17 @@ def captions_of_template(template, fill):
             f"--template has the fields {', '.join(sorted(names)) or 'none'}, and --fill has "
             f"values for {', '.join(values) or 'none'}; give values for each field"
         )
-    changes = {}  # copies that differ in case alone are made once
+    captions = []
     for chosen in product(*values.values()):
         texts = [text.format(**dict(zip(values, chosen))).strip() for text in template]
-        spelling = spelling_of(texts)
-        if spelling[0] != spelling[2]:
-            changes.setdefault(spelling, texts)
-    if not changes:
+        if texts[0].lower() != texts[2].lower():
+            captions.append(Caption(len(captions) + 1, *texts))
+    if not captions:
         raise ValueError(
             f"--template makes equal captions before and after the edit, such as {template[0]!r}; "
             "give the third text another field or word than the first"
         )
-    return [Caption(number, *texts) for number, texts in enumerate(changes.values(), start=1)]
+    return captions
 
 
 def check_lengths(captions, tokenizers, given):

@@ -7,7 +7,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +70,8 @@ def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
                 yield from ((f"object {number}", row) for number, row in enumerate(rows, start=1))
                 return
             for number, line in enumerate(text, start=1):
+                row = None
+                with suppress(ValueError):
+                    row = json.loads(line)
                 if line.strip():
-                    yield f"line {number}", parse(line)
-
-
-def parse(line: str) -> Any:
-    """JSON, or None."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
+                    yield f"line {number}", row

@@ -32,10 +32,9 @@ from diffusers_flax.messages import first_names, one_line
 
 MAX_NAMED = 10  # examples of a reason that are kept
 OPEN_ARCHIVES = 8  # each of many parts
-FIRST_SAMPLES = 20  # of an archive, one of which is whole if it is WebDataset
 IMAGES = ("original", "edited", "mask", "reference")  # columns are named so, with _image
 READ = {*MEANINGS.values(), "txt", "json"}  # of a sample of WebDataset
-NO_FILES = "no files here"
+NO_FILES, NOT_A_PAIR = "no files here", "not a pair"
 
 
 class PlannedPair(NamedTuple):
@@ -99,10 +98,6 @@ def make_plan(source: Source, max_pairs: int | None) -> Plan:
     return plan
 
 
-class Unusable(ValueError):
-    """Why a row is not used: (reason, example of it)."""
-
-
 def indexed_pairs(
     source: Source, members: list[list[Place]], max_pairs: int | None, left_out: dict
 ) -> Iterator[tuple[str, dict]]:
@@ -116,14 +111,15 @@ def indexed_pairs(
         try:
             turns = list(known.pairs(row, index.name.partition(".")[0]))
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            leave_out(left_out, "not a pair", f"{name}: {type(error).__name__} {error}")
+            leave_out(left_out, NOT_A_PAIR, f"{name}: {type(error).__name__} {error}")
             continue
         for number, pair in enumerate(turns, start=1):
             name = f"{index.name} {place}" + f" turn {number}" * (len(turns) > 1)
             try:
                 found.append((name, *make_record(files, pair, index, known)))
-            except Unusable as error:
-                leave_out(left_out, error.args[0], f"{name}: {error.args[1]}")
+            except ValueError as error:
+                reason, text = error.args if len(error.args) == 2 else (NOT_A_PAIR, error)
+                leave_out(left_out, reason, f"{name}: {text}")
     for name, record, lacks in found:
         if all(files.is_right(place, directories) for place, directories in lacks):
             yield name, record
@@ -137,7 +133,8 @@ def make_record(
     """The record of a pair, and its files that lack directories of the index's paths.
 
     Raises:
-        Unusable: a file or the instruction is missing, or a name is ambiguous.
+        ValueError: a file or the instruction is missing (reason and example), or a name is
+            ambiguous.
     """
     record, lacks, missing = {}, [], []
     for role in ("edited", "original", "mask", "reference"):
@@ -146,11 +143,7 @@ def make_record(
             record[role] = {"size": given.get("size"), "counts": given.get("counts")}
         elif given:
             near = record["edited"].archive if "edited" in record else -1
-            try:
-                found = files.find(given, index, known, near)
-            except ValueError as error:
-                raise Unusable("not a pair", str(error)) from error
-            if found:
+            if found := files.find(given, index, known, near):
                 record[role], directories = found
                 lacks += [found] if directories else []
             else:
@@ -158,12 +151,12 @@ def make_record(
     if missing:
         is_here = {"original", "edited"} & record.keys()
         text = f"{missing[0]} is in no archive or directory"
-        raise Unusable("a file is missing" if is_here else NO_FILES, text)
+        raise ValueError("a file is missing" if is_here else NO_FILES, text)
     if not {"original", "edited"} <= record.keys():
-        raise Unusable("not a pair", "it has no original or no edited image")
+        raise ValueError("it has no original or no edited image")
     texts = [text.strip() for text in pair.instruction if isinstance(text, str) and text.strip()]
     if not texts:
-        raise Unusable("no instruction", "it has no instruction")
+        raise ValueError("no instruction", "it has no instruction")
     record["instruction"] = texts
     for name in ("original_prompt", "edited_prompt"):
         if isinstance(text := getattr(pair, name), str) and text:
@@ -187,7 +180,7 @@ def sampled_pairs(
         if number in used:
             continue
         samples = [*samples_of(members[number], archive)]
-        if source.indexes and not any(is_sample(x) for _, x in samples[:FIRST_SAMPLES]):
+        if source.indexes and not any(is_sample(x) for _, x in samples):
             plan.unnamed.append(archive.name)
             continue
         for name, record in samples:

@@ -12,6 +12,7 @@ from shards import ListedEdit, edits_of_jsonl, write_list
 
 import edit_cli
 import parquet_processing
+from diffusers_flax.data.archives.flags import PairsFlags
 from diffusers_flax.data.lists import NAMES
 from diffusers_flax.data.pairs import write_pairs
 from diffusers_flax.evaluation import held_out
@@ -34,7 +35,7 @@ def paint(path, color):
 
 def shards(file, folder):
     """The rows of the shards that parquet_processing.py --pairs writes."""
-    write_pairs(file, folder)
+    write_pairs(file, folder, PairsFlags())
     return pq.read_table(folder).to_pylist()
 
 
@@ -59,7 +60,7 @@ def test_training_on_the_held_out_list_takes_the_truth(tmp_path):
         truths[f"edit {n}"] = paint(tmp_path / f"lists/{n}-edited.png", (0, n, 0))
         rows.append({"input": f"{n}.png", "edit": f"edit {n}", "edited": f"{n}-edited.png"})
     file = write_list(tmp_path / "lists/pairs.jsonl", rows)
-    write_pairs(file, Path("data"), num_held_out=2, held_out_dir=Path("held_out"))
+    write_pairs(file, Path("data"), PairsFlags(num_held_out=2, held_out_dir="held_out"))
     held_out = Path("held_out/edits.jsonl")
     for edit in edits_of_jsonl(held_out):
         paint(edit.output, "blue")

@@ -15,6 +15,7 @@ from shards import edits_of_jsonl, open_pairs, write_list
 
 import parquet_processing
 from diffusers_flax.data import lists, pairs, writing
+from diffusers_flax.data.archives.flags import PairsFlags
 from diffusers_flax.data.pairs import write_pairs
 
 ORIENTATION = 0x0112
@@ -125,10 +126,10 @@ def test_turned_images_are_compared_upright(tmp_path):
     save(tmp_path / "b.png", size=(24, 32))
     save(tmp_path / "c.png", size=(32, 24))
     row = {"input": "a.jpg", "edit": "x", "edited": "b.png"}
-    write_pairs(write_list(tmp_path / "ok.jsonl", [row]), tmp_path / "data")
+    write_pairs(write_list(tmp_path / "ok.jsonl", [row]), tmp_path / "data", PairsFlags())
     file = write_list(tmp_path / "bad.jsonl", [row | {"edited": "c.png"}])
     with pytest.raises(ValueError, match=r"a\.jpg has 48x64 .*c\.png 32x24; crop one of them"):
-        write_pairs(file, tmp_path / "other")
+        write_pairs(file, tmp_path / "other", PairsFlags())
 
 
 def test_row_groups_and_shards(tmp_path, monkeypatch):
@@ -136,9 +137,9 @@ def test_row_groups_and_shards(tmp_path, monkeypatch):
     row_bytes = len((tmp_path / "images/0.jpg").read_bytes()) + 900  # slightly more than one pair
     monkeypatch.setattr(writing, "ROW_GROUP_ROWS", 3)
     monkeypatch.setattr(writing, "SHARD_BYTES", 6 * row_bytes)
-    write_pairs(file, tmp_path / "by_rows")
+    write_pairs(file, tmp_path / "by_rows", PairsFlags())
     monkeypatch.setattr(writing, "ROW_GROUP_BYTES", 2 * row_bytes)
-    write_pairs(file, tmp_path / "by_bytes", max_pairs=5)
+    write_pairs(file, tmp_path / "by_bytes", PairsFlags(max_pairs=5))
     sizes = {}
     for name in ("by_rows", "by_bytes"):
         shards = [(path.name, pq.read_metadata(path)) for path in (tmp_path / name).iterdir()]
@@ -192,7 +193,7 @@ def test_held_out_images_are_in_no_shard(tmp_path, monkeypatch, capsys):
     assert {edit.instruction for edit in part("again", 0)} == held_out
     assert {edit.instruction for edit in part("other", 1)} != held_out
     with pytest.raises(ValueError, match="--num_held_out 12 must be less than the 12 original"):
-        write_pairs(Path("pairs.jsonl"), Path("x"), num_held_out=12, held_out_dir=Path("y"))
+        write_pairs(Path("pairs.jsonl"), Path("x"), PairsFlags(num_held_out=12, held_out_dir="y"))
 
 
 def test_masks_go_with_their_pairs(tmp_path, capsys):
@@ -293,20 +294,20 @@ def test_bad_lists(tmp_path, capsys, name, content, words):
 def test_earlier_output_is_replaced_on_request_and_nothing_else(tmp_path):
     file = make_pairs(tmp_path / "own", 4)
     folders = [tmp_path / "data", tmp_path / "held"]
-    write_pairs(file, folders[0], num_held_out=1, held_out_dir=folders[1])
+    write_pairs(file, folders[0], PairsFlags(num_held_out=1, held_out_dir=folders[1]))
     (folders[0] / "notes.txt").write_text("mine")
     (folders[1] / "results").mkdir()
-    again = partial(write_pairs, file, folders[0], num_held_out=2, held_out_dir=folders[1])
+    flags = partial(PairsFlags, num_held_out=2, held_out_dir=folders[1])
     with pytest.raises(ValueError, match=r"data is not empty .* with --overwrite_output_dir"):
-        again()
-    again(overwrite=True)
+        write_pairs(file, folders[0], flags())
+    write_pairs(file, folders[0], flags(overwrite_output_dir=True))
     assert len(read_shards(folders[0])) == 2
     assert len(edits_of_jsonl(folders[1] / "edits.jsonl")) == 2
     assert (folders[0] / "notes.txt").exists() and (folders[1] / "results").exists()
 
     (folders[0] / "other.parquet").touch()
     with pytest.raises(ValueError, match=r"data is not empty \(other.parquet\)"):
-        again(overwrite=True)
+        write_pairs(file, folders[0], flags(overwrite_output_dir=True))
 
 
 def read_shards(folder):
@@ -322,7 +323,7 @@ def test_hidden_files_do_not_count(tmp_path):
         path = save(source / name, n)
         path.with_name(f"._{path.name}").write_bytes(b"of macOS")
     write_list(source / "captions.jsonl", [{"name": "a", "edit": "x"}])
-    write_pairs(source, data)
+    write_pairs(source, data, PairsFlags())
     assert len(read_shards(data)) == 1
 
 

@@ -13,7 +13,6 @@ from diffusers_flax.pairing.caption_lists import (
     captions_of_template,
     check_lengths,
     read_captions,
-    spelling_of,
 )
 
 CAT = {"input": "a photo of a cat", "edit": "make it a lion", "output": "a photo of a lion"}
@@ -60,17 +59,16 @@ def test_all_problems_at_once(tmp_path):
         CAT | {"edit": 3},
         CAT | {"output": " \n"},
         '{"input": "\\ud800", "edit": "b", "output": "c"}',
-        CAT | {"output": "A photo  of a CAT."},
-        CAT | {"edit": "Make it  a lion."},
+        CAT | {"output": " A photo of a CAT"},
         *[CAT | {"edit": ""}] * 5,
     ]
     error = error_of(read_captions, write(tmp_path, *rows))
     expected = (
         *("not JSON (Expecting", "edit has no text", "edit has no text", "output has no text"),
-        *("'utf-8' codec can't encode", "output is the same as input; write", "repeats line 1"),
+        *("'utf-8' codec can't encode", "output is the same as input; write"),
     )
     assert all(f"line {line}: {problem}" in error for line, problem in enumerate(expected, start=2))
-    assert error.endswith("and 2 more")
+    assert error.endswith("and 1 more")
 
 
 def test_a_template_has_all_combinations(tmp_path):
@@ -89,11 +87,9 @@ def test_a_template_has_all_combinations(tmp_path):
     assert [x.line for x in found] == list(range(1, len(expected) + 1))
 
 
-def test_braces_and_equal_results():
-    """Doubled braces stay, and combinations that make the same texts count once."""
-    template = ("{{{a}{b}}}", "edit", "after")
-    found = captions_of_template(template, ("a=x,xy", "b=yz,z"))
-    assert [x.input for x in found] == ["{xyz}", "{xz}", "{xyyz}"]
+def test_braces():
+    found = captions_of_template(("{{{a}}}", "edit", "after"), ("a=x,y",))
+    assert [x.input for x in found] == ["{x}", "{y}"]
 
 
 @pytest.mark.parametrize(
@@ -138,9 +134,3 @@ def test_tokens_of_embeddings_count_with_all_vectors():
     caption = Caption(1, "a <cat>", "b", "c")
     error = error_of(check_lengths, [caption], [(tokenizer, 77)], "--template")
     assert "line 1: input is too long, 93 tokens" in error
-
-
-def test_words_are_compared_as_clip_reads_them(tokenizer):
-    for one, other in (("A  Cat\n", "a cat"), ("a cat", "a cats"), ("İ", "i̇")):
-        is_equal = tokenizer(one).input_ids == tokenizer(other).input_ids
-        assert (spelling_of([one]) == spelling_of([other])) == is_equal
