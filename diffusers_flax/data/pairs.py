@@ -21,7 +21,6 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from diffusers_flax.data.archives.flags import PairsFlags
 from diffusers_flax.data.decoding import IMAGE_NAMES, decode_pair, place_mask
 from diffusers_flax.data.images import decode_mask, encoded_size
 from diffusers_flax.data.lists import CAPTIONS, IMAGES, list_rows, raise_problems
@@ -141,13 +140,13 @@ def problem_of(row: dict) -> str:
     return ""
 
 
-def write_pairs(source: Path, output_dir: Path, options: PairsFlags) -> str:
+def write_pairs(source: Path, output_dir: Path, options) -> str:
     """Check a list of pairs and all its images, then write shards.
 
     Args:
         source: .jsonl or .csv file, or a directory (see the docstring of this file).
         output_dir: directory for the shards, empty or new unless overwrite_output_dir.
-        options: flags of the program.
+        options: PairsFlags.
 
     Returns:
         A summary with one line per directory.
