@@ -196,11 +196,6 @@ def write_flags(folder: Path, config: Any) -> None:
     write_text(folder / "config.json", json.dumps(asdict(config), indent=2) + "\n")
 
 
-def steps_between_rows(config: Any, max_train_steps: int) -> int:
-    """Steps between lines of metrics.jsonl."""
-    return config.logging_steps or min(50, max(1, max_train_steps // 20))
-
-
 def snapshot_steps(config: Any, max_train_steps: int) -> int:
     """Steps between EMA snapshots, a multiple of ema_every; 0: no snapshots."""
     if config.ema != "power":

@@ -32,7 +32,6 @@ from diffusers_flax.training.ema import SIGMA_RELS
 from diffusers_flax.training.flags import (
     profiled_steps,
     snapshot_steps,
-    steps_between_rows,
     write_flags,
 )
 from diffusers_flax.training.models import params_beside_unet
@@ -79,7 +78,6 @@ class Reports:
     Attributes:
         snapshot_steps: steps between snapshots of the averages; 0: none.
         rows: of metrics.jsonl, dicts; [] on processes other than 0.
-        unlogged: metrics of each fetched step since the last row, dicts of floats.
     """
 
     def __init__(self, config, num_steps, schedule, plan, batches, checkpoints):
@@ -88,6 +86,7 @@ class Reports:
         self.is_main, start_step = jax.process_index() == 0, checkpoints.start_step
         self.snapshot_steps = snapshot_steps(config, num_steps)
         self.unfetched = deque()  # metrics of steps that may still run on the devices
+        # of fetched steps since the last row, dicts of floats
         self.unlogged = list(checkpoints.record.get("metrics", []))
         self.num_bad_before = checkpoints.record.get("num_bad", 0)  # before the run resumed
         self.clock_step = self.clock_start = self.wandb_run = None
@@ -138,7 +137,7 @@ class Reports:
         if len(self.unfetched) > MAX_STEPS_IN_FLIGHT:
             jax.block_until_ready(self.unfetched[-1 - MAX_STEPS_IN_FLIGHT])
         self.bar.update()
-        row_steps = steps_between_rows(self.config, self.num_steps)
+        row_steps = self.config.logging_steps or min(50, max(1, self.num_steps // 20))
         if step > 1 and not is_due(step, row_steps, self.num_steps):
             return
         reported = self.state(step)
