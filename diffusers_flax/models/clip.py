@@ -280,6 +280,7 @@ class FlaxCLIPTextModule(nn.Module, CLIPFiles):
     max_position_embeddings: int = 77
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5
+    attention_dropout: float = 0.0  # see fixed_config; checkpoints of training name it
     bos_token_id: int | None = 49406
     eos_token_id: int | None = 49407
     pad_token_id: int | None = 1
