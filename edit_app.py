@@ -17,8 +17,8 @@ The program of the first size is compiled at the start; another size, number of 
 compiles when first used, and the page says so. Requests of all pages run one after another.
 The page loads nothing from other hosts and is open to this machine only; others need --host, a
 --username and a password, which is in a file or in the environment variable EDIT_APP_PASSWORD.
-Images of a page are deleted when it is closed, painted masks a day later. docs/editing.md has the
-API for other programs.
+Results are deleted when a page is closed, uploads and painted masks a day later. docs/editing.md
+has the API for other programs.
 
 Needs gradio: pip install ".[app]". Runs on TPU, GPU and CPU.
 """

@@ -115,7 +115,7 @@ class Config(ProcessFlags, DeviceFlags, PreviewFlags, SamplingFlags, EditFlags):
 
 def edits_of_flags(config):
     """The edits of the flags input, edit, mask and output, as of read_edits."""
-    if not (config.input and config.edit):
+    if not (config.input and config.edit and all(map(str.strip, config.edit))):
         raise ValueError("--input and --edit must be given, or --edits_jsonl")
     given = {name: getattr(config, name) for name in ("input", "edit", "mask")}
     edits = []

@@ -122,7 +122,8 @@ def run_main(
         gc.set_threshold(10_000)  # with Python 3.11's 700, a start takes a tenth longer
         # No proxy takes requests to this machine: to a page, a judge, a server.
         spared = (os.environ.get("no_proxy"), os.environ.get("NO_PROXY"), "localhost,127.0.0.1,::1")
-        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, spared))
+        if "*" not in spared:
+            os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, spared))
     config = parse_flags(config_class, description, args)
     try:
         check_ranges(config)
@@ -195,14 +196,15 @@ def with_own_names(words: list[str], hints: dict) -> list[str]:
     for group in SAME_FLAGS:
         own = next((name for name in group if name in hints), None)
         own_names |= {name: own for name in group if own and name not in hints}
-    found = []
+    found, given = [], set()
     for word in words:
         if word.startswith("--"):
             flag, sep, value = word[2:].partition("=")
-            name = flag.replace("-", "_")
-            word = f"--{own_names.get(name, flag)}{sep}{value}"
-            if "tuple[" in str(hints.get(name)) and word in found:  # tyro takes the last ones
-                refuse(f"{word} is given twice; write all values after one {word}")
+            name = own_names.get(flag.replace("-", "_"), flag.replace("-", "_"))
+            if "tuple[" in str(hints.get(name)) and name in given:  # tyro takes the last ones
+                refuse(f"--{name} is given twice; write all values after one --{name}")
+            given.add(name)
+            word = f"--{name if name in hints else flag}{sep}{value}"
         found.append(word)
     return found
 
@@ -265,6 +267,8 @@ def check_image_file(path):
     """Raise a ValueError for an image file that cannot be written; nothing is written."""
     if path.suffix.lower() not in IMAGE_EXTENSIONS:
         raise ValueError(f"{path} is no image; name it {' or '.join(IMAGE_EXTENSIONS)}")
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; name a file")
     check_writable(str(path), path.parent)
 
 

@@ -37,6 +37,7 @@ def open_image(file):
         ValueError: it has another format or more than MAX_PIXELS.
         Exception: of many types, for damaged data.
     """
+    Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit is lower
     try:
         image = Image.open(file, formats=READ_FORMATS)
     except UnidentifiedImageError:

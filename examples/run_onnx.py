@@ -85,10 +85,9 @@ def read_scheduler(folder, name=None):
     """(key of SCHEDULERS, content of scheduler_config.json) of an export; name: of --scheduler."""
     config = read(folder / "scheduler", "scheduler_config.json")
     own = {cls: key for key, cls in SCHEDULERS.items()}.get(config["_class_name"])
-    key = name or own
-    if key is None:
-        names = " or ".join(SCHEDULERS)
-        raise ValueError(f"this example lacks {config['_class_name']}; give --scheduler {names}")
+    key = name or own or "dpmsolver++"
+    if not (name or own):  # it has the same noise levels
+        print(f"dpmsolver++ takes the place of {config['_class_name']}")
     for entry, values in (SUPPORTED if key == "ddim" else SUPPORTED | SUPPORTED_SIGMAS).items():
         if config.setdefault(entry, values[0]) not in values:
             raise ValueError(

@@ -337,8 +337,7 @@ def mistake(capsys, *args):
         ),
         (
             "--tpu v4-8 --resolution 32",
-            "--resolution 32 is too small: this model's VAE and UNet reduce sides to 1/64, which "
-            "takes 64 pixels or more; its UNet was made for 512",
+            "resolution=32 is too small: this model takes 64 or more",
         ),
         ("", "give one of --tpu, such as v5e-4, and --gpu, such as h100"),
         ("--tpu v5e-4 --gpu h100", "give one of --tpu, such as v5e-4, and --gpu, such as h100"),

@@ -127,7 +127,11 @@ class Editor:
         self.task = EDIT if self.edits else "text to image"
         if issubclass(self.checked.pipeline_type, Inpainting) and sees_mask(configs):
             self.task = "inpainting"
-        self.loras = {Path(split_weight(spec)[0]).stem: spec for spec in config.lora}
+        self.loras = {}
+        for spec in config.lora:
+            path = Path(split_weight(spec)[0])
+            is_taken = path.stem in self.loras
+            self.loras[f"{path.parent.name}/{path.stem}" if is_taken else path.stem] = spec
         self.decoder = config.preview_decoder or None
         levels = len(configs["unet"].get("block_out_channels", (0,) * 4))
         smallest = self.checked.factor * 2 ** (levels - 1)

@@ -192,6 +192,8 @@ class Events:
             raise ValueError("there is no image; drop one, paste one, or take an example")
         layers = data["use_mask"] and (data["mask"] or {}).get("layers")
         painted, file = painted_mask(layers), data["mask_file"]
+        if painted and file:
+            raise ValueError("there are two masks; remove the file, or switch the painted one off")
         request = request_of(settings, data["image"], file, scales)
         if painted:
             request.mask = painted
@@ -264,6 +266,8 @@ class Events:
     def pick(self, picked: gr.SelectData, page: gr.Request):
         """Show one of the session's images again, with its settings."""
         session = self.sessions.get(page)
+        if picked.index >= len(session.results):  # of a page from before a restart
+            return self._failed("this image is deleted", session)
         session.shown = session.results[picked.index]
         settings = session.shown.settings
         tab = FROM_TEXT if settings.strength is None else FROM_IMAGE
@@ -306,9 +310,13 @@ class Events:
         """Put the image into the mask editor, or hide the editor."""
         if not use_mask:
             return hide()
-        if not file:
+        session = self.sessions.get(page)
+        try:
+            image = read_upload(file) if file else None
+        except ValueError:
+            image = None
+        if image is None:
             return show(value=None)
-        session, image = self.sessions.get(page), read_upload(file)
         size = self.editor.size_of(Settings("", resolution=int(resolution)), image)
         large = session.save(image_to_paint_on(image, size), "paint")
         return show(value={"background": str(large), "layers": [], "composite": None})

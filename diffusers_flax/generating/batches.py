@@ -12,7 +12,7 @@ results are fetched; other threads write the files of the previous batch.
 import math
 import time
 from collections import Counter, defaultdict, deque
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -129,7 +129,8 @@ class FileWriter:
 
     def wait(self):
         """Wait for all files so far, in any thread."""
-        wait([*self._waiting])
+        for file in [*self._waiting]:
+            file.result()
 
     def __exit__(self, error_type, error, trace):
         self._pool.shutdown()

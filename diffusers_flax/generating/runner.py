@@ -423,6 +423,11 @@ def make_files(config, requests, program, output=None):
         requests = [replace(x, output=x.output and output / x.output) for x in requests]
     layout = layout_of_flags(config)
     layout = layout and layout.first(largest_round(requests))
+    several_hosts = layout and not layout.is_local  # of which one writes files
+    if several_hosts and (config.preview or any(x.after is not None for x in requests)):
+        raise ValueError(
+            "--preview, and edits of the results of other edits, need one host; leave them out"
+        )
     use_compilation_cache(config.compilation_cache_dir)
     previews = PreviewFiles(config.preview, config.preview_decoder) if config.preview else None
     models = open_models(config, requests, layout, previews and previews.preview)

@@ -29,7 +29,7 @@ def save_whole(path: Path, save: Callable[[Path], None], shared: bool = False) -
         remove(unfinished)
         try:
             save(unfinished)
-            if path.is_dir():  # of an earlier start
+            if unfinished.is_dir() and path.is_dir():  # of an earlier start
                 shutil.rmtree(path)
             unfinished.replace(path)
         except BaseException:

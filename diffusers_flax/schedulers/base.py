@@ -182,6 +182,9 @@ class FlaxSchedulerMixin(ConfigMixin):
         values = self.defaults | given
         if "trained_betas" in given:
             values["trained_betas"] = tuple(map(float, np.asarray(given["trained_betas"], float)))
+        betas = values.get("trained_betas")
+        if betas is not None and len(betas) != values["num_train_timesteps"]:
+            raise ValueError("trained_betas needs num_train_timesteps values")
         # As in diffusers, another class's config takes over these options' values, not defaults.
         values["_use_default_values"] = tuple(sorted(self.defaults.keys() - given.keys()))
         self._config = FrozenConfig(values)

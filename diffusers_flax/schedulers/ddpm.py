@@ -49,7 +49,14 @@ class AlphaScheduler(FlaxSchedulerMixin):
     def _plan(self, num_inference_steps, first_step, timesteps):
         if timesteps is None:
             timesteps = self._even_grid(num_inference_steps)
-        return {"timesteps": timesteps[first_step:], self.counter: 0}
+        timesteps = timesteps[first_step:]
+        is_undefined = self.config.prediction_type == "epsilon" and timesteps[0] == len(self) - 1
+        if is_undefined and self._option("rescale_betas_zero_snr"):
+            raise ValueError(
+                "prediction_type='epsilon' does not determine the clean sample at the last "
+                "timestep of rescale_betas_zero_snr=True, which has no signal; use v_prediction"
+            )
+        return {"timesteps": timesteps, self.counter: 0}
 
     def _even_grid(self, num_inference_steps):
         """The scheduler's own choice of timesteps, decreasing integers."""

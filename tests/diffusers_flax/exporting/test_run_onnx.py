@@ -42,7 +42,6 @@ EULER = {"_class_name": "EulerDiscreteScheduler", "beta_schedule": "linear"}
 SOLVER = {"_class_name": "DPMSolverMultistepScheduler", "beta_schedule": "linear"}
 
 LACKING = [  # (content, --scheduler, what is said)
-    (EULER | {"_class_name": "PNDMScheduler"}, None, "lacks PNDMScheduler; give --scheduler ddim"),
     (SOLVER | {"solver_order": 3}, None, "solver_order=3; this example has 2"),
 ]
 
