@@ -65,7 +65,7 @@ def config_and_split(path):
     *folders, name = re.sub(r"-part\d+/", "/", path).split("/")
     words = [word for word in re.split("[^A-Za-z]+", name) if word in SPLITS]
     numbered = re.fullmatch(r"(.+)-\d{5,}-of-\d{5,}(-[0-9a-f]+)?\.parquet", name)
-    split = words[-1] if words else numbered[1] if numbered else "train"
+    split = [numbered[1] if numbered else "train", *words][-1]  # words win
     # The conversion has CONFIG/SPLIT/0000.parquet, or CONFIG/SPLIT-part1/ for over 10000 files.
     if folders and (folders[-1] in SPLITS or re.fullmatch(r"\d{4}\.parquet", name)):
         split = folders.pop()
@@ -215,7 +215,7 @@ def run(flags):
     files = [file for unit in units for file in unit] + common
     write_plan(flags.output_dir, files, worker, num_workers, is_set)
     print(f"{len(files)} files, the first is {files[0]['url']}; {num_workers} workers")
-    k = 0 if num_workers == 1 else "K" if worker is None else worker
+    k = "K" if worker is None and num_workers > 1 else worker or 0
     print(f"next, on worker {k}: bash script.sh {flags.output_dir}/download-{k}.txt")
     if is_set:
         share = f" --worker {k} --num_workers {num_workers}" * is_apart

@@ -74,7 +74,8 @@ class Work(NamedTuple):
     @property
     def case(self):
         """The name of the row, without the device."""
-        size = "tiny" if self.tiny else "sdxl" if self.name == "sdxl" else "sd15"
+        size = "sdxl" if self.name == "sdxl" else "sd15"
+        size = "tiny" if self.tiny else size
         title = TITLES[self.name].format(self.num_inference_steps)
         return f"{size}_{self.resolution} {title} {self.batch_size}"
 

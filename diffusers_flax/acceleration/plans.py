@@ -166,12 +166,12 @@ class Spectrum(Cache):
             if kind == "full":
                 past = [*past, i][-self.history :]
                 continue
-            steps = 2 * np.array([*past, i]) / 50 - 1
+            steps = 2 * np.array([*past, i]) / 50 - 1  # as in the paper's runs of 50 steps
             basis = np.polynomial.chebyshev.chebvander(steps, self.degree)
             basis, now = basis[:-1], basis[-1]
             gram = basis.T @ basis + self.ridge * np.eye(self.degree + 1)
             row = self.weight * basis @ np.linalg.solve(gram, now)
-            row[-2:] += (1 - self.weight) * np.array([-0.5, 1.5])
+            row[-2:] += (1 - self.weight) * np.array([-0.5, 1.5])  # linear, half a step ahead
             table[i, self.history - len(past) :] = row
         return table
 
