@@ -280,9 +280,9 @@ def columns_of_sets(train_data_dirs: Sequence[str], columns: Columns) -> list[Co
     all_columns = []
     for own in names:
         mask = columns.mask
-        if mask is not None and all_names & mask_names and (mask in all_names or not mask):
-            if mask not in own:
-                mask = "" if own & mask_names else None
+        is_known = all_names & mask_names and (mask in all_names or not mask)
+        if mask is not None and is_known and mask not in own:
+            mask = "" if own & mask_names else None
         of_pairs = (name if name in own or name not in all_names else "" for name in given)
         all_columns.append(Columns(*of_pairs, mask))
     return all_columns
