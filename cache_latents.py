@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from diffusers_flax.command_line import AtLeast, Between, ask_before_replacing, run_main
-from diffusers_flax.generating.single_files import with_single_files
+from diffusers_flax.generating.flags import with_single_files
 from diffusers_flax.training.flags import chosen_columns
 from diffusers_flax.training.latents import latent_dirs, write_latents
 

@@ -58,7 +58,7 @@ from diffusers_flax.compiling.report import (
     print_report,
     replicated_shapes,
 )
-from diffusers_flax.generating.single_files import with_single_files
+from diffusers_flax.generating.flags import with_single_files
 from diffusers_flax.loading.files import save_whole, write_json
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusers_flax.command_line import ask_before_replacing, run_main
-from diffusers_flax.generating.single_files import with_single_files
+from diffusers_flax.generating.flags import with_single_files
 from diffusers_flax.loading.directories import INDEX_NAME
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 

@@ -42,8 +42,7 @@ import numpy as np
 import optax
 
 from diffusers_flax.command_line import Above, AtLeast, Seed, run_main
-from diffusers_flax.generating.defaults import with_defaults, write_defaults
-from diffusers_flax.generating.single_files import with_single_files
+from diffusers_flax.generating.flags import with_defaults, with_single_files, write_defaults
 from diffusers_flax.loading.directories import INDEX_NAME, LORA_FILE
 from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.pipelines.base import pipeline_class

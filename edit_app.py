@@ -37,8 +37,7 @@ from diffusers_flax.app.editor import Editor, NoStops
 from diffusers_flax.app.images import read_examples
 from diffusers_flax.command_line import AtLeast, Between, Seed, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
-from diffusers_flax.generating.flags import DeviceFlags, layout_of_flags
-from diffusers_flax.generating.single_files import with_single_files
+from diffusers_flax.generating.flags import DeviceFlags, layout_of_flags, with_single_files
 from diffusers_flax.schedulers.factory import check_scheduler
 
 # Messages of run_main

@@ -45,13 +45,14 @@ from diffusers_flax.generating.captions import (
     captioned,
     tile_grid,
 )
-from diffusers_flax.generating.defaults import with_defaults
 from diffusers_flax.generating.flags import (
     DeviceFlags,
     PreviewFlags,
     ProcessFlags,
     SamplingFlags,
     from_flags,
+    with_defaults,
+    with_single_files,
 )
 from diffusers_flax.generating.recipes import with_flags_of_image
 from diffusers_flax.generating.requests import (
@@ -62,7 +63,6 @@ from diffusers_flax.generating.requests import (
     read_edits,
 )
 from diffusers_flax.generating.runner import make_files
-from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.generating.sizes import load_fitted
 from diffusers_flax.images import save_image
 from diffusers_flax.schedulers.factory import check_scheduler

@@ -35,8 +35,7 @@ from flax.traverse_util import unflatten_dict
 from tqdm import tqdm
 
 from diffusers_flax.command_line import Above, Below, ask_before_replacing, run_main
-from diffusers_flax.generating.defaults import DEFAULTS_FILE
-from diffusers_flax.generating.single_files import with_single_files
+from diffusers_flax.generating.flags import DEFAULTS_FILE, with_single_files
 from diffusers_flax.loading.directories import writing_pipeline
 from diffusers_flax.loading.files import naming_full_disk, read_json
 from diffusers_flax.loading.weights import read_safetensors, torch_to_flax

@@ -48,10 +48,13 @@ from diffusers_flax.evaluation.measuring import BASELINES, Evaluation
 from diffusers_flax.evaluation.protocols import PROTOCOLS, ScoreFlags
 from diffusers_flax.evaluation.results import RESULTS, load_results, settings_of_results
 from diffusers_flax.evaluation.results_report import EditReport
-from diffusers_flax.generating.defaults import with_defaults
-from diffusers_flax.generating.flags import SamplingFlags, from_flags
+from diffusers_flax.generating.flags import (
+    SamplingFlags,
+    from_flags,
+    with_defaults,
+    with_single_files,
+)
 from diffusers_flax.generating.models import Sampling
-from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.generating.sizes import result_size
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.schedulers.factory import check_scheduler

@@ -150,8 +150,12 @@ def export(config):
     import jax
 
     from diffusers_flax.exporting.folders import quiet
-    from diffusers_flax.generating.defaults import DEFAULTS_FILE, read_defaults, write_defaults
-    from diffusers_flax.generating.single_files import with_single_files
+    from diffusers_flax.generating.flags import (
+        DEFAULTS_FILE,
+        read_defaults,
+        with_single_files,
+        write_defaults,
+    )
 
     output_dir, is_program = config.output_dir, config.format == "stablehlo"
     if any((output_dir / "unet").glob("diffusion_pytorch_model*")):
@@ -197,7 +201,7 @@ def export(config):
 def run_program(config):
     """Run a program of --format stablehlo and write its images."""
     from diffusers_flax.exporting import run_stablehlo
-    from diffusers_flax.generating.defaults import with_defaults
+    from diffusers_flax.generating.flags import with_defaults
 
     if config.prompt is None:
         raise ValueError("--run needs --prompt, a text")

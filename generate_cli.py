@@ -45,11 +45,11 @@ from diffusers_flax.generating.flags import (
     PreviewFlags,
     ProcessFlags,
     SamplingFlags,
+    with_single_files,
 )
 from diffusers_flax.generating.recipes import OF_LINES, with_flags_of_image
 from diffusers_flax.generating.requests import RequestFlags, requests_of_flags, requests_of_jsonl
 from diffusers_flax.generating.runner import make_files
-from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.images import save_image
 from diffusers_flax.loading.hub import open_source
 from diffusers_flax.schedulers.factory import check_scheduler

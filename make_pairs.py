@@ -47,6 +47,7 @@ from diffusers_flax.generating.flags import (
     check_guidance_range,
     check_pair_ranges,
     from_flags,
+    with_single_files,
 )
 from diffusers_flax.generating.models import (
     ModelOptions,
@@ -58,7 +59,6 @@ from diffusers_flax.generating.models import (
     pipeline_for,
     plan_images,
 )
-from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.loading.files import write_text
 from diffusers_flax.pairing.caption_lists import (
     Caption,

@@ -37,8 +37,7 @@ from diffusers_flax.data.images import load_image
 from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.evaluation.edits import check_model
 from diffusers_flax.generating.batches import check_finite_images, devices_for
-from diffusers_flax.generating.defaults import with_defaults
-from diffusers_flax.generating.flags import from_flags
+from diffusers_flax.generating.flags import from_flags, with_defaults
 from diffusers_flax.generating.models import (
     EDIT,
     Sampling,

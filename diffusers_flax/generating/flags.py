@@ -1,6 +1,8 @@
 """Flags of programs that make images, and what follows from them."""
 
+import sys
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
@@ -8,6 +10,19 @@ import jax
 from diffusers_flax.command_line import AtLeast
 from diffusers_flax.devices.layout import Layout, parse_components, parse_layout
 from diffusers_flax.devices.processes import check_agreement, start_distributed
+from diffusers_flax.loading.files import write_json
+from diffusers_flax.loading.hub import fetch_config, locate, open_source
+from diffusers_flax.loading.lora import split_weight
+from diffusers_flax.loading.single_file import SingleFile
+
+DEFAULTS_FILE = "sampling_defaults.json"  # in a model's directory, or beside a LoRA
+# Of models without this file; None: the model's own scheduler.
+USUAL = {
+    "guidance_scale": 7.5,
+    "image_guidance_scale": 1.5,
+    "num_inference_steps": 50,
+    "scheduler": None,
+}
 
 
 @dataclass(frozen=True)
@@ -111,6 +126,100 @@ def from_flags(group, config, **changes):
     """
     names = [field.name for field in fields(group) if hasattr(config, field.name)]
     return group(**{name: getattr(config, name) for name in names} | changes)
+
+
+def write_defaults(folder, **values):
+    """Write DEFAULTS_FILE; values: of the keys of USUAL."""
+    write_json(Path(folder, DEFAULTS_FILE), values)
+
+
+def read_defaults(model, loras=()):
+    """The values of DEFAULTS_FILE of a model, then of its LoRAs, {} without the file.
+
+    Args:
+        model: directory, hub id or SingleFile.
+        loras: FILE or FILE:WEIGHT, see loading.lora.Loras.
+
+    Raises:
+        ValueError: the model is a checkpoint of a training run.
+    """
+    path = Path(str(model))
+    if path.parent.name == "checkpoints" and path.name.isdecimal() and path.is_dir():
+        raise ValueError(
+            f"{path} is a checkpoint of a training run; make a model of it: python ema_posthoc.py "
+            f"--checkpoint {path} --output_dir NEW"
+        )
+    sources = [] if isinstance(model, SingleFile) else [model]
+    sources += [locate("lora", split_weight(lora)[0])[0] for lora in loras]
+    found = {}
+    for source in sources:
+        values, _ = fetch_config(source, DEFAULTS_FILE)
+        found |= {name: x for name, x in (values or {}).items() if name in USUAL}
+    return found
+
+
+def with_defaults(config, models, loras=()):
+    """Fill in the flags that were not given, None or (), with the values that models are made for.
+
+    Args:
+        config: dataclass of flags, with some of the keys of USUAL; flags whose default is a tuple
+            get a tuple of one value.
+        models: directories, hub ids or SingleFiles.
+        loras: that are folded into each.
+
+    Raises:
+        ValueError: the models are made for different values.
+    """
+    found, changes, said = [read_defaults(model, loras) for model in models], {}, []
+    for name in USUAL:
+        if (given := getattr(config, name, 0)) not in (None, ()):
+            continue
+        values = [x.get(name, USUAL[name]) for x in found]
+        if len({*values}) > 1:
+            raise ValueError(f"the models have different values of --{name}, {values}; give it")
+        changes[name] = values[0] if given is None else (values[0],)
+        if any(name in x for x in found):
+            said.append(f"--{name} {values[0]}")
+    if said:
+        print(f"{' '.join(said)}, as in {DEFAULTS_FILE} of the model or LoRA", file=sys.stderr)
+    return replace(config, **changes)
+
+
+def with_single_files(config, model, component=None, **components):
+    """Replace the values of flags that name a model in one file by SingleFile objects.
+
+    Args:
+        config: dataclass of the flags, with config_name_or_path.
+        model: name of the main model's flag, which may have several values.
+        component: what the program needs of the main model; None: the whole pipeline.
+        **components: {name of another flag: its component}; configs are the main model's.
+
+    Raises:
+        ValueError: see open_source; or a flag has no effect.
+    """
+    configs, use_ema_weights = config.config_name_or_path, getattr(config, "use_ema_weights", False)
+    components = {flag: name for flag, name in components.items() if getattr(config, flag)}
+    values, revision = getattr(config, model), getattr(config, "revision", None)
+    is_averaged = use_ema_weights and "unet" not in components.values()
+    found = [
+        open_source(
+            "pretrained_model_name_or_path", x, component, configs, is_averaged, revision=revision
+        )
+        for x in (values if isinstance(values, tuple) else (values,))
+    ]
+    changes = {model: tuple(found) if isinstance(values, tuple) else found[0]}
+    of_main = configs or getattr(found[0], "configs", found[0]) or None
+    for flag, name in components.items():
+        is_averaged = use_ema_weights and name == "unet"
+        changes[flag] = open_source(flag, getattr(config, flag), name, of_main, is_averaged)
+    files = [x for x in (*found, *changes.values()) if isinstance(x, SingleFile)]
+    if configs and not files:
+        raise ValueError(
+            f"--config_name_or_path {configs} goes with a model that is one file; leave it out"
+        )
+    if use_ema_weights and not any(file.use_ema_weights for file in files):
+        raise ValueError("--use_ema_weights goes with a UNet in one file; leave it out")
+    return replace(config, **changes)
 
 
 def check_pair_ranges(config):

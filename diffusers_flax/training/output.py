@@ -13,8 +13,7 @@ from diffusers_flax.command_line import ask_before_replacing
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.data.buckets import size_name
 from diffusers_flax.devices.processes import start_distributed
-from diffusers_flax.generating.defaults import write_defaults
-from diffusers_flax.generating.single_files import with_single_files
+from diffusers_flax.generating.flags import with_single_files, write_defaults
 from diffusers_flax.loading.directories import CONV_IN_FILE, INDEX_NAME, LORA_FILE
 from diffusers_flax.loading.files import read_json
 from diffusers_flax.loading.single_file import SingleFile

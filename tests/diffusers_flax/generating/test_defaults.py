@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from diffusers_flax.generating.defaults import DEFAULTS_FILE, with_defaults, write_defaults
+from diffusers_flax.generating.flags import DEFAULTS_FILE, with_defaults, write_defaults
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import distill_lcm
 import edit_cli
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.compiling.programs import EditProgramFlags, image_program
-from diffusers_flax.generating.single_files import with_single_files
+from diffusers_flax.generating.flags import with_single_files
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 
