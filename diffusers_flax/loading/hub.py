@@ -35,8 +35,9 @@ def take_hub_options(kwargs):
     Returns:
         {"cache_dir", "force_download", "local_files_only", "token": value}, where given.
     """
-    for name in ("resume_download", "proxies"):  # of the published signatures; no effect
-        kwargs.pop(name, None)
+    kwargs.pop("resume_download", None)  # downloads always resume
+    if kwargs.get("proxies") is None:
+        kwargs.pop("proxies", None)
     if (token := kwargs.pop("use_auth_token", None)) is not None:  # the old name
         kwargs.setdefault("token", token)
     names = ("cache_dir", "force_download", "local_files_only", "token")

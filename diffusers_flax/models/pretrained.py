@@ -20,7 +20,7 @@ import numpy as np
 from flax.core import FrozenDict, unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from diffusers_flax.loading.hub import refuse_push_to_hub, take_hub_options
+from diffusers_flax.loading.hub import fetch_directory, refuse_push_to_hub, take_hub_options
 from diffusers_flax.parameters import FloatingCasts
 
 # Config entries that choose a call's outputs, in the order of its arguments; their defaults.
@@ -226,6 +226,9 @@ class FlaxPreTrainedModel(FloatingCasts):
         names = {*CALL_SETTINGS, *cls.module_class.entry_names()}
         overrides = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         if isinstance(config, str | Path):
+            if not Path(config).is_file():
+                hub_options = take_hub_options(dict(kwargs))
+                config = fetch_directory(config, ["config.json"], **hub_options)
             config = cls.config_class.from_pretrained(config)
         if config is None:
             _, params = cls.module_class.from_pretrained(
