@@ -47,7 +47,7 @@ from diffusers_flax.evaluation.judging import JudgeFlags, judge_rows, load_promp
 from diffusers_flax.evaluation.measuring import BASELINES, Evaluation
 from diffusers_flax.evaluation.protocols import PROTOCOLS, ScoreFlags
 from diffusers_flax.evaluation.results import RESULTS, load_results, settings_of_results
-from diffusers_flax.evaluation.results_report import EditReport
+from diffusers_flax.evaluation.results_report import write_report
 from diffusers_flax.generating.flags import (
     SamplingFlags,
     from_flags,
@@ -146,20 +146,6 @@ def read_pairs(config):
     return pairs_of_one_shape(pairs)
 
 
-def check_models(config, all_scales):
-    """Check all models, of one resolution, for all scales; returns {model: CheckedModel}."""
-    checked = {}
-    # An acceleration may not fit the branches of all scales.
-    scales_of_branches = {edit_branches(*scales): scales for scales in all_scales}
-    for model, scales in itertools.product(config.model, scales_of_branches.values()):
-        sampling = from_flags(Sampling, config, **dict(zip(SCALES, scales)))
-        checked[model] = check_model(model, config.resolution, sampling)
-    resolutions = {found.resolution for found in checked.values()}
-    if len(resolutions) > 1:
-        raise ValueError(f"the models are for sizes {sorted(resolutions)}; give --resolution")
-    return checked
-
-
 def run(config):
     """Check the flags, read the pairs, measure what is missing, write the report."""
     check_flags(config)
@@ -178,8 +164,15 @@ def run(config):
     config = with_single_files(config, "model")
     config = with_defaults(config, config.model, config.lora)
     all_scales = [*itertools.product(config.guidance_scale, config.image_guidance_scale)]
-    checked = check_models(config, all_scales)
-    resolution = checked[config.model[0]].resolution
+    checked = {}
+    # An acceleration may not fit the branches of all scales.
+    scales_of_branches = {edit_branches(*scales): scales for scales in all_scales}
+    for model, scales in itertools.product(config.model, scales_of_branches.values()):
+        sampling = from_flags(Sampling, config, **dict(zip(SCALES, scales)))
+        checked[model] = check_model(model, config.resolution, sampling)
+    resolution, *others = sorted({found.resolution for found in checked.values()})
+    if others:
+        raise ValueError(f"the models are for sizes {[resolution, *others]}; give --resolution")
     factor = max(found.factor for found in checked.values())
     sizes = [result_size(encoded_size(pair.original), resolution, factor) for pair in pairs]
     settings = settings_of_results(config, pairs, resolution)
@@ -188,17 +181,14 @@ def run(config):
     done = {tuple(row[name] for name in names) for row in results["rows"]}
     runs = [(*scales, seed) for scales in all_scales for seed in config.seeds]
     todo = {model: [run for run in runs if (model, *run) not in done] for model in config.model}
-
-    total = len(pairs) * sum(map(len, todo.values()))
-    if total:
+    if any(todo.values()):
         evaluation = Evaluation(config, pairs, sizes, results)
         evaluation.add_baselines(BASELINES)
-        with tqdm(total=total, unit="edit") as bar:
-            for model, runs in todo.items():
-                if runs:
-                    evaluation.measure_model(model, checked[model], runs, bar)
+        with tqdm(total=len(pairs) * sum(map(len, todo.values())), unit="edit") as bar:
+            for model in filter(todo.get, todo):
+                evaluation.measure_model(model, checked[model], todo[model], bar)
     sentences = judge_rows(config, pairs, results, prompts) if protocol.is_judged else []
-    EditReport(config.output_dir, results, pairs, sizes).write(sentences)
+    write_report(config.output_dir, results, pairs, sizes, sentences)
     print((config.output_dir / "results.md").read_text(encoding="utf-8"), end="")
 
 

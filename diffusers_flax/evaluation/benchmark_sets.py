@@ -11,6 +11,7 @@ or Arrow. ImgEdit-Bench: a folder with basic_edit.json and the images that it na
 import re
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import pyarrow as pa
@@ -43,16 +44,11 @@ def read_benchmark(protocol, folder, max_pairs=None, language="en"):
     Raises:
         ValueError: a file cannot be read or lacks something, or an edit is there twice.
     """
-    if protocol == "magicbrush":
-        pairs = magicbrush_pairs(folder)
-    elif protocol == "emu_edit":
-        pairs = emu_edit_pairs(folder)
-    elif protocol == "gedit":
-        pairs = gedit_pairs(folder, language)
-    else:
-        pairs = imgedit_pairs(folder)
+    readers = {"magicbrush": magicbrush_pairs, "emu_edit": emu_edit_pairs, "imgedit": imgedit_pairs}
+    readers["gedit"] = partial(gedit_pairs, language=language)
     try:
-        pairs = [replace(x, index=i) for i, x in enumerate(islice(pairs, max_pairs))]
+        pairs = islice(readers[protocol](folder), max_pairs)
+        pairs = [replace(pair, index=i) for i, pair in enumerate(pairs)]
     except (KeyError, OSError, pa.ArrowException) as error:
         raise ValueError(
             f"--data_dir {folder} is not the set of --protocol {protocol}: {error!r}"
@@ -112,33 +108,33 @@ def add_final_turns(pairs):
 
 
 def magicbrush_pairs(folder):
-    """Yield the pairs of MagicBrush's test folder or dev shards; all have index 0."""
+    """Yield the pairs of MagicBrush's test folder or dev shards."""
     captions = read_json(folder / CAPTIONS) if (folder / CAPTIONS).is_file() else {}
-    is_test = (folder / SESSIONS).is_file()
-    for session, turn, output, pair in magicbrush_turns(folder) if is_test else dev_turns(folder):
+    turns_of = magicbrush_turns if (folder / SESSIONS).is_file() else dev_turns
+    for place, session, turn, output, instruction, *images in turns_of(folder):
+        before, after, mask = images
+        pair = HeldOutPair(0, place, instruction, before, after, mask=mask)
         caption, key = captions.get(session, {}).get(output), result_key(session, turn)
         yield replace(pair, edited_caption=caption, key=key, session=session, turn=turn)
 
 
 def magicbrush_turns(folder):
-    """Yield (session, turn, file of the true image, HeldOutPair) of MagicBrush's test."""
+    """Yield (place, session, turn, file of the true image, instruction, *images) of the test."""
     for session, turns in read_json(folder / SESSIONS).items():
-        images = folder / "images" / session
+        folder_of = folder / "images" / session
         for turn, entry in enumerate(turns, start=1):
-            before, after = (read_beside(images, entry[name]) for name in ("input", "output"))
-            mask = read_beside(images, entry["mask"]) if entry.get("mask") else None
-            place = str(images / entry["input"])
-            pair = HeldOutPair(0, place, entry["instruction"], before, after, mask=mask)
-            yield session, turn, entry["output"], pair
+            names = (entry["input"], entry["output"], entry.get("mask"))
+            images = (name and read_beside(folder_of, name) for name in names)
+            place = str(folder_of / entry["input"])
+            yield place, session, turn, entry["output"], entry["instruction"], *images
 
 
 def dev_turns(folder):
     """The same of MagicBrush's shards."""
     for place, row in rows_of(folder):
-        images, mask = (row["source_img"], row["target_img"]), row.get("mask_img")
-        pair = HeldOutPair(0, place, row["instruction"], *images, mask=mask)
         session, turn = str(row["img_id"]), row["turn_index"]
-        yield session, turn, f"{session}-output{turn}.png", pair
+        images = row["source_img"], row["target_img"], row.get("mask_img")
+        yield place, session, turn, f"{session}-output{turn}.png", row["instruction"], *images
 
 
 def emu_edit_pairs(folder):
@@ -159,11 +155,7 @@ def gedit_pairs(folder, language):
 
 
 def imgedit_pairs(folder):
-    """Yield the edits of ImgEdit-Bench's basic suite.
-
-    The list is {key: {"id", "prompt", "edit_type"}}; id is an image's path in the list's folder or
-    in one of the folders in it.
-    """
+    """Yield the edits of ImgEdit-Bench's basic suite, with images in the folder or below it."""
     if not (folder / IMGEDIT_LIST).is_file():
         raise ValueError(
             f"--data_dir {folder} has no {IMGEDIT_LIST}; copy it there from Benchmark/Basic of "
@@ -177,10 +169,7 @@ def imgedit_pairs(folder):
 
 
 def rows_of(folder):
-    """Yield (name of the row, row) of the parquet or Arrow shards of a directory.
-
-    An image {"bytes", "path"} is its bytes.
-    """
+    """Yield (name, row) of the rows of parquet or Arrow shards; an image is its bytes."""
     files = sorted(x for x in folder.glob("[!.]*") if x.suffix in (".parquet", ".arrow"))
     if not files:
         raise ValueError(

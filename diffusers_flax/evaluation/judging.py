@@ -69,7 +69,6 @@ PROMPTS = {
     },
 }
 MARKS = {"gedit": "<instruction>", "imgedit": "<edit_prompt>"}  # of the instruction in a prompt
-OWN_PROMPTS = "this project's prompts: not comparable with papers"
 # Names in VIEScore's vie_prompts.py, of which each prompt consists
 VIESCORE = {
     SEMANTICS: (
@@ -140,19 +139,14 @@ def gedit_size(image):
     return image.resize((max(int(width), 1), max(int(width / ratio), 1)))
 
 
-def save_source(pair, protocol, file):
-    """Write the image before an edit as the judge gets it."""
+def save_source(pair, protocol, result):
+    """Write the image before an edit as the judge gets it, beside the result."""
     original = pair.decoded("original")
-    save_image(gedit_size(original) if protocol == "gedit" else original, file)
+    save_image(gedit_size(original) if protocol == "gedit" else original, source_file(result))
 
 
 def questions_of(pairs, folder, protocol, prompts):
-    """The questions about all results in a folder.
-
-    Returns:
-        List of {"key": of the result, "name": SEMANTICS, QUALITY or ALL_TYPES, "text", "images":
-        paths, the last is the result}.
-    """
+    """Questions {"key", "name", "text", "images"} about all results, the last of the images."""
     questions = []
     for place, pair in enumerate(pairs):
         result = folder / pair.result_file(place)
@@ -167,10 +161,7 @@ def questions_of(pairs, folder, protocol, prompts):
 
 
 def content_of(question):
-    """A question as the content of a chat message, with its images as data URLs of PNGs.
-
-    The judge of GEdit-Bench gets the result scaled, as the image before the edit is in its file.
-    """
+    """A question as the content of a chat message; results of GEdit-Bench are scaled."""
     content = [{"type": "text", "text": question["text"]}]
     for file in question["images"]:
         image = Path(file).read_bytes()
@@ -259,9 +250,7 @@ def ask_all(questions, file, flags):
                 entry["scores"] = parse_scores(question["name"], entry["reply"])
             except (ValueError, TypeError) as error:  # no scores, or not the answer of a chat
                 reason = one_line(error, 200)
-            except (
-                Exception
-            ) as error:  # of the network or the server, which the client has repeated
+            except Exception as error:  # of the server; the client has asked again
                 return entry | {"reason": one_line(error, 200)}
             else:
                 with open(file, "a", encoding="utf-8") as opened:
@@ -298,7 +287,9 @@ def judge_rows(config, pairs, results, prompts):
         Sentences: the judge and its prompts, and each row with edits that have no score.
     """
     sentences = []
-    given = f"the prompts of {config.judge_prompts.name}" if config.judge_prompts else OWN_PROMPTS
+    given = "this project's prompts: not comparable with papers"
+    if config.judge_prompts:
+        given = f"the prompts of {config.judge_prompts.name}"
     for row in results["rows"] if config.judge else ():
         images = config.output_dir / "images" / row["images"]
         file = config.output_dir / ANSWERS / f"{row['images']}.jsonl"
@@ -319,19 +310,15 @@ def judge_rows(config, pairs, results, prompts):
                 f"no score for {len(failed)} of {len(pairs)} edits of {row['model']}, such as "
                 f"{key} ({reason}); the same command asks again"
             )
-    for row in results["rows"]:
-        if "judge" in row:
-            sentences.append(f"judge: {row['judge']}, with {row['judge_prompts']}")
-        else:
-            sentences.append("not judged: --judge asks a judge about images/")
+    judged = [row for row in results["rows"] if "judge" in row]
+    sentences += [f"judge: {x['judge']}, with {x['judge_prompts']}" for x in judged]
+    if len(judged) < len(results["rows"]):
+        sentences.append("not judged: --judge asks a judge about images/")
     return [*dict.fromkeys(sentences)]
 
 
 def values_of_answers(protocol, pairs, lines):
-    """{metric and part's suffix: one score per pair}; NaN for an edit without one of its answers.
-
-    protocol: "gedit" or "imgedit"; lines: of ask_all.
-    """
+    """{metric and part's suffix: one score per pair}; NaN for an edit that lacks an answer."""
     answers, values = defaultdict(dict), defaultdict(list)
     for line in lines:
         if "scores" in line:

@@ -15,11 +15,11 @@ from diffusers_flax.acceleration.plans import plan_steps
 from diffusers_flax.data.images import load_image
 from diffusers_flax.devices.memory import peak_memory
 from diffusers_flax.devices.precision import choose_dtype
-from diffusers_flax.evaluation.judging import save_source, source_file
-from diffusers_flax.evaluation.protocols import PROTOCOLS
+from diffusers_flax.evaluation.judging import save_source
+from diffusers_flax.evaluation.protocols import PROTOCOLS, metrics_of
 from diffusers_flax.evaluation.results import save_results, save_values
 from diffusers_flax.evaluation.results_report import best_and_worst, grid_places, ranking_metric
-from diffusers_flax.evaluation.scoring import make_scorer
+from diffusers_flax.evaluation.scoring import ResultScorer
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.generating.batches import (
     FileWriter,
@@ -62,8 +62,10 @@ class Evaluation:
     def __init__(self, config, pairs, sizes, results):
         self.config, self.pairs, self.sizes, self.results = config, pairs, sizes, results
         self.is_masked = [config.use_masks and pair.mask is not None for pair in pairs]
-        self.measure = make_scorer(pairs, sizes, config).measure
         self.protocol = PROTOCOLS[config.protocol]
+        sizes = None if self.protocol.is_benchmark else sizes
+        networks = config.clip_model, config.dino_model
+        self.measure = ResultScorer(pairs, metrics_of(config), sizes, *networks).measure
 
     def add_baselines(self, names, model=None, change=lambda image: image):
         """Add the rows of baselines to the results, if they are not there.
@@ -126,7 +128,11 @@ class Evaluation:
         for run, sampling in zip(todo, all_sampling):
             branches, compile_seconds = sampling.branches(pipeline_type), 0.0
             if branches not in flops:
-                compile_seconds = self._warm_up(models, sampling)
+                # One edit with every program before the clock starts
+                programs = {x: i for i, x in enumerate(zip(self.sizes, self.is_masked))}
+                no_bar = tqdm(disable=True)
+                batches = self._edit_batches(models, sampling, programs.values(), None, no_bar)
+                compile_seconds = sum(seconds for *_, seconds in batches)
                 shape = pipeline, shapes, branches, sampling.steps(pipeline_type)
                 of_size = {size: count_edit_flops(*shape, size) for size in set(self.sizes)}
                 flops[branches] = float(np.mean([of_size[size] for size in self.sizes]))
@@ -149,8 +155,7 @@ class Evaluation:
     def _edit_batches(self, models, sampling, places, load_result, bar):
         """Edit the pairs at these places over all devices; yields as make_images does.
 
-        The noise of an edit depends on seed and index only. load_result: place -> the PIL result of
-        an edit that is yielded; None: an edit of a result gets the original.
+        load_result: place -> PIL result of an edit; None: edits of results get the original.
         """
 
         def load(place):
@@ -168,24 +173,8 @@ class Evaluation:
         size = self.config.batch_size
         return make_images(models, requests, self.sizes, places, load, size, bar, in_flight=1)
 
-    def _warm_up(self, models, sampling):
-        """Edit one image with every program before the clock starts; returns the seconds."""
-        first = {}  # place of the first edit of each program
-        for place, program in enumerate(zip(self.sizes, self.is_masked)):
-            first.setdefault(program, place)
-        batches = self._edit_batches(models, sampling, first.values(), None, tqdm(disable=True))
-        return sum(seconds for _, _, seconds in batches)
-
     def measure_edits(self, models, sampling, folder, bar):
-        """Edit all pairs, measure the results and write those that the report may show.
-
-        With a benchmark all results are written, by the names that its own evaluation expects.
-
-        Args:
-            models: generating.runner.Models.
-            sampling: generating.models.Sampling.
-            folder: name of the folder of the images.
-            bar: progress bar, in units of edits.
+        """Edit and measure all pairs; keep the images that the report shows, or a benchmark's all.
 
         Returns:
             ({metric: one float per pair, (n,)}, seconds of the pipeline's calls).
@@ -205,17 +194,16 @@ class Evaluation:
 
             batches = self._edit_batches(models, sampling, range(len(pairs)), load_result, bar)
             for places, images, seconds in batches:
-                which = f"the edit of {pairs[places[0]].input} and others"
-                check_finite_images(images, which)
+                check_finite_images(images, f"the edit of {pairs[places[0]].input} and others")
                 total_seconds += seconds
                 for place, image in zip(places, models.pipelines[EDIT].numpy_to_pil(images)):
                     for name, value in self.measure(place, image).items():
                         metrics[name][place] = value
-                    file = files_of[place]
-                    files.write(save_image, image, file)
+                    files.write(save_image, image, files_of[place])
                     if self.protocol.is_judged:
-                        before = source_file(file)
-                        files.write(save_source, pairs[place], self.config.protocol, before)
+                        files.write(
+                            save_source, pairs[place], self.config.protocol, files_of[place]
+                        )
         if not self.protocol.is_benchmark:
             shown = {*grid_places(len(pairs))}
             if metric := ranking_metric(averages(metrics)):
@@ -247,17 +235,10 @@ def averages(metrics):
 
 
 def count_edit_flops(pipeline, params, branches, steps, size):
-    """FLOPs of the matmuls and convolutions of one edit.
+    """FLOPs of the matmuls and convolutions of one edit, whose size is (width, height).
 
-    A step of a cache counts what it computes. fbcache decides during the run: all its steps count
-    in full.
-
-    Args:
-        pipeline: InstructPix2Pix.
-        params: shapes of its parameters, jax.ShapeDtypeStruct.
-        branches: of guidance.
-        steps: of timestep_options.
-        size: (width, height).
+    params: jax.ShapeDtypeStructs. A step of a cache counts what it computes; fbcache decides during
+    the run: all its steps count in full.
     """
     width, height = size
     image = jax.ShapeDtypeStruct((1, 3, height, width), jnp.float32)

@@ -10,30 +10,28 @@ from typing import NamedTuple
 import numpy as np
 
 PIXEL_METRICS = ("l1", "mse", "error_ratio", "l1_to_input")
-# The same inside and outside of a mask.
-MASK_METRICS = tuple(f"{name}_{side}" for side in ("inside", "outside") for name in PIXEL_METRICS)
 
 
 class Metric(NamedTuple):
     """A metric of a result of a held-out pair."""
 
     heading: str  # in the report
-    needs: tuple[str, ...] = ()  # fields of HeldOutPair without which it is not defined
+    compared: tuple[str, ...] = ()  # of a cosine: fields of HeldOutPair whose features it takes
     network: str = ""  # "clip", "dino" or "lpips"; "": none
 
 
 METRICS = {
     "dino": Metric("DINO", ("edited",), "dino"),
-    "dino_to_input": Metric("DINO", (), "dino"),
-    "lpips": Metric("LPIPS", ("edited",), "lpips"),
-    "ssim": Metric("SSIM", ("edited",)),
-    "l1": Metric("L1", ("edited",)),
-    "mse": Metric("MSE", ("edited",)),
-    "error_ratio": Metric("error ratio", ("edited",)),
+    "dino_to_input": Metric("DINO", ("original",), "dino"),
+    "lpips": Metric("LPIPS", network="lpips"),
+    "ssim": Metric("SSIM"),
+    "l1": Metric("L1"),
+    "mse": Metric("MSE"),
+    "error_ratio": Metric("error ratio"),
     "l1_to_input": Metric("L1 to input"),
-    "image_similarity": Metric("image sim.", (), "clip"),
+    "image_similarity": Metric("image sim.", ("original",), "clip"),
     "direction_similarity": Metric(
-        "direction sim.", ("original_caption", "edited_caption"), "clip"
+        "direction sim.", ("original", "original_caption", "edited_caption"), "clip"
     ),
     "text_similarity": Metric("text sim.", ("edited_caption",), "clip"),
     "truth_similarity": Metric("truth sim.", ("edited",), "clip"),
@@ -64,18 +62,17 @@ def pixel_metrics(result, original, edited=None):
 
 
 def mask_metrics(mask, result, original, edited=None):
-    """pixel_metrics of the pixels inside and outside of a mask, by the names of MASK_METRICS.
+    """pixel_metrics of the pixels inside and outside of a mask.
 
     Args:
-        mask: bool (H, W), or None.
+        mask: bool (H, W).
         result, original, edited: as for pixel_metrics, (H, W, 3).
 
     Returns:
-        {name: value}, NaN without a mask and for a side without pixels.
+        {"l1_inside", "l1_outside", ...: value}, without those of a side that has no pixels.
     """
-    metrics = dict.fromkeys(MASK_METRICS, np.nan)
-    sides = {} if mask is None else {"inside": mask, "outside": ~mask}
-    for side, where in sides.items():
+    metrics = {}
+    for side, where in (("inside", mask), ("outside", ~mask)):
         if where.any():
             pixels = (None if x is None else x[where] for x in (result, original, edited))
             metrics |= {f"{name}_{side}": x for name, x in pixel_metrics(*pixels).items()}

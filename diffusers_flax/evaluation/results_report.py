@@ -1,6 +1,6 @@
 """The report of evaluate_edits.py: results.md, curve.png, grid.png and best_and_worst.png.
 
-EditReport(output_dir, results, pairs, sizes).write(sentences)
+write_report(output_dir, results, pairs, sizes, sentences)
 """
 
 from collections import Counter, defaultdict
@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 
 from diffusers_flax.data.images import load_image
 from diffusers_flax.evaluation.intervals import bootstrap_interval, mean_over, over_seeds
-from diffusers_flax.evaluation.metrics import MASK_METRICS, METRICS
+from diffusers_flax.evaluation.metrics import METRICS
 from diffusers_flax.evaluation.protocols import PROTOCOLS
 from diffusers_flax.evaluation.results import load_values
 from diffusers_flax.generating.captions import GRID_MARGIN, captioned, tile_grid
@@ -35,6 +35,7 @@ CURVE = {  # x and y with their labels
     "direction_similarity": "CLIP direction similarity (change of image and captions)",
     "image_similarity": "CLIP image similarity (to the input)",
 }
+MASKS = {"_inside": "inside of the masks", "_outside": "outside of the masks"}  # as Protocol.parts
 COSTS = {  # number in a row of results.json: (heading, unit)
     "seconds_per_edit": ("s per edit", 1),
     "compile_seconds": ("s to compile", 1),
@@ -61,14 +62,108 @@ def grid_places(num_pairs):
     return [i * num_pairs // n for i in range(n)]
 
 
-def best_rows(rows, metric):
-    """{model: its row with the best mean of a metric of RANKED}."""
+def write_report(output_dir, results, pairs, sizes, sentences):
+    """Write all files.
+
+    Args:
+        output_dir: directory of results.json.
+        results: its content.
+        pairs: list of HeldOutPair.
+        sizes: (width, height) of each pair's edit.
+        sentences: for results.md.
+    """
+    rows = results["rows"]
+    lines = report_lines(output_dir, results, pairs, sentences)
+    write_text(output_dir / "results.md", "\n".join(lines) + "\n")
+    if figure := curve(rows, len(pairs)):
+        save_whole(output_dir / "curve.png", partial(figure.savefig, format="png", dpi=120))
     best = {}
+    for row in best_rows(rows, "l1"):
+        scales = f"{row['guidance_scale']:g} and {row['image_guidance_scale']:g}"
+        best[f"{row['model']}, guidance {scales}"] = row
+    shown = [(place, best) for place in grid_places(len(pairs))]
+    save_image(image_rows(output_dir, pairs, sizes, shown), output_dir / "grid.png")
+    if metric := ranking_metric(rows[0]):
+        image = image_rows(output_dir, pairs, sizes, extremes(output_dir, rows, metric))
+        save_image(image, output_dir / "best_and_worst.png")
+
+
+def rows_of_scales(rows):
+    """{(model, guidance_scale, image_guidance_scale): its rows, one per seed}."""
+    groups = defaultdict(list)
     for row in rows:
-        other = best.setdefault(row["model"], row)
-        if row.get(metric) is not None and RANKED[metric] * (row[metric] - other[metric]) > 0:
-            best[row["model"]] = row
-    return best
+        groups[row["model"], row["guidance_scale"], row["image_guidance_scale"]].append(row)
+    return groups
+
+
+def report_lines(output_dir, results, pairs, sentences):
+    """The lines of results.md; arguments as of write_report.
+
+    An interval of a difference to the first model that lacks 0 means that the models differ, which
+    two overlapping intervals of means do not rule out.
+    """
+    rows, settings = results["rows"], results["settings"]
+    protocol, groups = PROTOCOLS[settings["protocol"]], rows_of_scales(rows)
+    types = np.array([pair.group for pair in pairs])
+    strata = types if protocol.is_judged else None
+    clusters = [pair.session or f"pair {place}" for place, pair in enumerate(pairs)]
+    means = {  # over seeds, {key: {metric: (n,)}}
+        key: over_seeds([load_values(output_dir, row["images"]) for row in group])
+        for key, group in groups.items()
+    }
+
+    def mean_text(values, of_seeds=()):
+        """A cell "mean ± deviation over seeds [low, high]", "" if no value is known."""
+        mean = mean_over(values, strata)
+        if mean is None:
+            return ""
+        deviation = f" ± {np.std(of_seeds, ddof=1):.4f}" if len(of_seeds) > 1 else ""
+        interval = bootstrap_interval(values, clusters, strata)
+        between = f" [{interval[0]:.4f}, {interval[1]:.4f}]" if interval else ""
+        return f"{mean:.4f}{deviation}{between}"
+
+    first, measured, differences, scores, costs = rows[0]["model"], [], [], [], []
+    for row in results["baselines"]:
+        name = " of ".join(filter(None, (row["baseline"], row["model"])))
+        texts = {metric: f"{x:.4f}" for metric, x in row.items() if isinstance(x, float)}
+        measured.append((name, "", "", texts))
+    for key, group in groups.items():
+        texts = {}
+        for metric, values in means[key].items():
+            of_seeds = [row[metric] for row in group if row.get(metric) is not None]
+            texts[metric] = mean_text(values, of_seeds)
+        measured.append((*key, texts))
+        if key[0] != first:
+            other = means.get((first, *key[1:]), {})
+            both = [metric for metric in means[key] if metric in other]
+            texts = {metric: mean_text(means[key][metric] - other[metric]) for metric in both}
+            differences.append((*key, texts))
+        overall = means[key].get("overall", np.full(len(pairs), np.nan))
+        of_type = {name: mean_over(overall[types == name]) for name in types}
+        scores.append((*key, {name: f"{x:.2f}" for name, x in of_type.items() if x is not None}))
+        texts = {}
+        for name, (_, unit) in COSTS.items():
+            texts[name] = "/".join(f"{row[name] / unit:.3g}" for row in group)
+        costs.append((*key, texts))
+
+    given = [f"{name} {value}" for name, value in settings.items() if value]
+    lines = ["# Edits", "", *(f"- {sentence}" for sentence in sentences), f"- {', '.join(given)}"]
+    lines += ["- mean over pairs and seeds ± standard deviation over seeds, [95% interval]"]
+    if protocol.title:
+        lines += [f"- {protocol.title}: {protocol.source}"]
+    names = (*protocol.metrics, *settings["metrics"])
+    headings = {x: METRICS[x].heading for x in names if x in METRICS} | protocol.metrics
+    counts = {part: sum(part in pair.parts for pair in pairs) for part in protocol.parts}
+    counts |= dict.fromkeys(MASKS, sum(pair.mask is not None for pair in pairs))
+    for part, title in (protocol.parts | MASKS).items():
+        in_part = {f"{metric}{part}": heading for metric, heading in headings.items()}
+        if found := table("model", in_part, measured):
+            lines += ["", f"{title.capitalize()}, {counts[part]} pairs:", *found]
+            lines += table(f"difference to {first}", in_part, differences)
+    of_types = {name: f"{name} ({n})" for name, n in Counter(sorted(types.tolist())).items()}
+    if found := table("overall", of_types, scores):
+        lines += ["", "Overall scores by type of edit, and numbers of edits:", *found]
+    return lines + table("model", {name: heading for name, (heading, _) in COSTS.items()}, costs)
 
 
 def table(first, headings, lines):
@@ -86,182 +181,70 @@ def table(first, headings, lines):
     return ["", *(f"| {' | '.join(row)} |" for row in rows)] if names else []
 
 
-class EditReport:
-    """What the files of a report show.
+def curve(rows, num_pairs):
+    """A matplotlib Figure of both CLIP similarities over image_guidance_scale, or None.
+
+    Source: InstructPix2Pix (arXiv 2211.09800), section 4.1.
+    """
+    import matplotlib.figure  # seconds to import; without pyplot no display is used
+
+    if any(row.get(metric) is None for row in rows for metric in CURVE):
+        return None
+    lines = defaultdict(list)
+    for (model, guidance_scale, image_guidance_scale), group in rows_of_scales(rows).items():
+        point = [np.mean([row[metric] for row in group]) for metric in CURVE]
+        lines[f"{model}, guidance {guidance_scale:g}"].append((image_guidance_scale, *point))
+    figure = matplotlib.figure.Figure(figsize=(8, 7), layout="constrained")
+    plot = figure.add_subplot(**dict(zip(("xlabel", "ylabel"), CURVE.values())))
+    for label, points in lines.items():
+        scales, x, y = zip(*sorted(points))
+        plot.plot(x, y, marker="o", label=label)
+        for scale, *point in zip(scales, x, y):
+            plot.annotate(f" {scale:g}", point, fontsize=8)
+    plot.set_title(f"{num_pairs} pairs; numbers: image guidance", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    return figure
+
+
+def best_rows(rows, metric):
+    """Each model's row with the best mean of a metric of RANKED; of unknown means the first."""
+    best = {}
+    for row in rows:
+        other = best.setdefault(row["model"], row)
+        if row.get(metric) is not None and RANKED[metric] * (row[metric] - other[metric]) > 0:
+            best[row["model"]] = row
+    return [*best.values()]
+
+
+def extremes(output_dir, rows, metric):
+    """For image_rows the best, then the worst results of each model in its best row."""
+    shown = []
+    for row in best_rows(rows, metric):
+        values = load_values(output_dir, row["images"])[metric]
+        for word, places in zip(("best", "worst"), best_and_worst(values, metric)):
+            for place in places:
+                shown.append(
+                    (place, {f"{row['model']}, {word}, {metric} {values[place]:.3f}": row})
+                )
+    return shown
+
+
+def image_rows(output_dir, pairs, sizes, shown):
+    """An image with a line per pair: input, truth if any pair has one, and results.
 
     Args:
-        output_dir: directory of results.json.
-        results: its content.
-        pairs: list of HeldOutPair.
-        sizes: (width, height) of each pair's edit.
+        output_dir, pairs, sizes: as of write_report.
+        shown: list of (place of the pair, {text: row of results.json whose result is shown}).
     """
-
-    def __init__(self, output_dir, results, pairs, sizes):
-        self.output_dir, self.rows, self.pairs, self.sizes = (
-            output_dir,
-            results["rows"],
-            pairs,
-            sizes,
-        )
-        self.settings, self.baselines = results["settings"], results["baselines"]
-        self.protocol = PROTOCOLS[self.settings["protocol"]]
-        self.groups = defaultdict(list)  # rows of the same model and scales, one per seed
-        for row in self.rows:
-            key = row["model"], row["guidance_scale"], row["image_guidance_scale"]
-            self.groups[key].append(row)
-
-    def write(self, sentences):
-        """Write all files; sentences: for results.md."""
-        write_text(self.output_dir / "results.md", "\n".join(self.lines(sentences)) + "\n")
-        save_image(self.grid(), self.output_dir / "grid.png")
-        if figure := self.curve():
-            file = self.output_dir / "curve.png"
-            save_whole(file, partial(figure.savefig, format="png", dpi=120))
-        if metric := ranking_metric(self.rows[0]):
-            save_image(self.extremes(metric), self.output_dir / "best_and_worst.png")
-
-    def lines(self, sentences):
-        """The lines of results.md.
-
-        An interval of a difference to the first model that lacks 0 means that the models differ,
-        which two overlapping intervals of means do not rule out.
-        """
-        means = {  # over seeds, {key: {metric: (n,)}}
-            key: over_seeds([load_values(self.output_dir, row["images"]) for row in rows])
-            for key, rows in self.groups.items()
-        }
-        first, measured, differences, costs = self.rows[0]["model"], [], [], []
-        for row in self.baselines:
-            name = " of ".join(filter(None, (row["baseline"], row["model"])))
-            texts = {metric: f"{x:.4f}" for metric, x in row.items() if isinstance(x, float)}
-            measured.append((name, "", "", texts))
-        for key, rows in self.groups.items():
-            texts = {metric: self.mean_text(x, metric, rows) for metric, x in means[key].items()}
-            measured.append((*key, texts))
-            other = means.get((first, *key[1:]), {})
-            if key[0] != first and other:
-                both = [metric for metric in means[key] if metric in other]
-                texts = {x: self.mean_text(means[key][x] - other[x]) for x in both}
-                differences.append((*key, texts))
-            texts = {}
-            for name, (_, unit) in COSTS.items():
-                texts[name] = "/".join(f"{row[name] / unit:.3g}" for row in rows)
-            costs.append((*key, texts))
-
-        given = [f"{name} {value}" for name, value in self.settings.items() if value]
-        lines = ["# Edits", "", *(f"- {sentence}" for sentence in sentences)]
-        lines += [f"- {', '.join(given)}"]
-        lines += ["- mean over pairs and seeds ± standard deviation over seeds, [95% interval]"]
-        if self.protocol.title:
-            lines += [f"- {self.protocol.title}: {self.protocol.source}"]
-        for title, headings in self.sections():
-            if found := table("model", headings, measured):
-                lines += ["", title, *found]
-                lines += table(f"difference to {first}", headings, differences)
-        if any("overall" in row for row in self.rows):
-            lines += ["", "Overall scores by type of edit, and numbers of edits:"]
-            groups, scores = np.array([pair.group for pair in self.pairs]), []
-            names = {x: f"{x} ({n})" for x, n in Counter(sorted(groups.tolist())).items()}
-            for key, values in means.items():
-                of_type = {x: mean_over(values["overall"][groups == x]) for x in names}
-                scores.append((*key, {x: f"{y:.2f}" for x, y in of_type.items() if y is not None}))
-            lines += table("overall", names, scores)
-        return lines + table("model", {name: x for name, (x, _) in COSTS.items()}, costs)
-
-    def sections(self):
-        """Yield (title, {metric: heading}) of the tables of metrics."""
-        names = (*self.protocol.metrics, *self.settings["metrics"])
-        headings = {x: METRICS[x].heading for x in names if x in METRICS} | self.protocol.metrics
-        for part, title in self.protocol.parts.items():
-            num_pairs = sum(part in pair.parts for pair in self.pairs)
-            in_part = {f"{metric}{part}": heading for metric, heading in headings.items()}
-            yield f"{title.capitalize()}, {num_pairs} pairs:", in_part
-        num_masks = sum(pair.mask is not None for pair in self.pairs)
-        sides = [metric.rsplit("_", 1) for metric in MASK_METRICS]  # l1_inside
-        heads = [f"{METRICS[name].heading} {side}" for name, side in sides]
-        title = f"Inside and outside of the masks, {num_masks} pairs:"
-        yield title, dict(zip(MASK_METRICS, heads))
-
-    def mean_text(self, values, metric="", rows=()):
-        """A cell "mean ± deviation [low, high]", "" if no value is known.
-
-        Args:
-            values: per pair (n,).
-            metric, rows: for the deviation over seeds.
-        """
-        strata = [pair.group for pair in self.pairs] if self.protocol.is_judged else None
-        clusters = [pair.session or f"pair {place}" for place, pair in enumerate(self.pairs)]
-        mean = mean_over(values, strata)
-        if mean is None:
-            return ""
-        text = f"{mean:.4f}"
-        of_seeds = [row[metric] for row in rows if row.get(metric) is not None]
-        if len(of_seeds) > 1:
-            text += f" ± {np.std(of_seeds, ddof=1):.4f}"
-        if interval := bootstrap_interval(values, clusters, strata):
-            text += f" [{interval[0]:.4f}, {interval[1]:.4f}]"
-        return text
-
-    def curve(self):
-        """A matplotlib Figure of both CLIP similarities over image_guidance_scale, or None.
-
-        Source: InstructPix2Pix (arXiv 2211.09800), section 4.1.
-        """
-        import matplotlib.figure  # seconds to import; without pyplot no display is used
-
-        if any(row.get(metric) is None for row in self.rows for metric in CURVE):
-            return None
-        lines = defaultdict(list)
-        for (model, guidance_scale, image_guidance_scale), rows in self.groups.items():
-            point = [np.mean([row[metric] for row in rows]) for metric in CURVE]
-            lines[f"{model}, guidance {guidance_scale:g}"].append((image_guidance_scale, *point))
-        figure = matplotlib.figure.Figure(figsize=(8, 7), layout="constrained")
-        plot = figure.add_subplot(**dict(zip(("xlabel", "ylabel"), CURVE.values())))
-        for label, points in lines.items():
-            scales, x, y = zip(*sorted(points))
-            plot.plot(x, y, marker="o", label=label)
-            for scale, *point in zip(scales, x, y):
-                plot.annotate(f" {scale:g}", point, fontsize=8)
-        plot.set_title(f"{len(self.pairs)} pairs; numbers: image guidance", fontsize=10)
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
-        return figure
-
-    def tile(self, place, what, text):
-        """An image of a pair with a text: "original", "edited", or the result of a row."""
-        pair = self.pairs[place]
-        if isinstance(what, str):
-            image = pair.decoded(what, self.sizes[place]) or Image.new("RGB", (1, 1), "white")
-        else:
-            folder = self.output_dir / "images" / what["images"]
-            image = load_image(folder / pair.result_file(place))
-        return captioned([ImageOps.contain(image, (CELL_SIZE, CELL_SIZE))], text)
-
-    def grid(self):
-        """A row per pair: input, truth if known, each model's result at its scales of least L1."""
-        best, tiles = best_rows(self.rows, "l1"), []
-        has_truth = any(pair.edited is not None for pair in self.pairs)
-        for place in grid_places(len(self.pairs)):
-            tiles.append(self.tile(place, "original", self.pairs[place].instruction))
-            tiles += [self.tile(place, "edited", "truth")] * has_truth
-            for model, row in best.items():
-                scales = f"{row['guidance_scale']:g} and {row['image_guidance_scale']:g}"
-                tiles.append(self.tile(place, row, f"{model}, guidance {scales}"))
-        return tile_grid(tiles, 1 + has_truth + len(best), GRID_MARGIN)
-
-    def extremes(self, metric):
-        """An image of the best and worst results of each model, with input and truth.
-
-        Each model has two lines, at the scales and seed whose mean is best.
-        """
-        tiles = []
-        for model, row in best_rows(self.rows, metric).items():
-            values = load_values(self.output_dir, row["images"])[metric]
-            for word, places in zip(("best", "worst"), best_and_worst(values, metric)):
-                for place in places:
-                    pair = self.pairs[place]
-                    images = [self.tile(place, "original", "input")]
-                    images += [self.tile(place, row, "result")]
-                    images += [self.tile(place, "edited", "truth")] * (pair.edited is not None)
-                    value = f"{word}, {metric} {values[place]:.3f}"
-                    tiles.append(captioned(images, f"{model}, {value}: {pair.instruction}"))
-        return tile_grid(tiles, len(places), GRID_MARGIN)
+    has_truth, tiles = any(pair.edited is not None for pair in pairs), []
+    for place, rows in shown:
+        pair, size = pairs[place], sizes[place]
+        images = {f"input: {pair.instruction}": pair.decoded("original", size)}
+        if has_truth:
+            images["truth"] = pair.decoded("edited", size) or Image.new("RGB", (1, 1), "white")
+        for text, row in rows.items():
+            file = output_dir / "images" / row["images"] / pair.result_file(place)
+            images[text] = load_image(file)
+        for text, image in images.items():
+            tiles.append(captioned([ImageOps.contain(image, (CELL_SIZE, CELL_SIZE))], text))
+    return tile_grid(tiles, 1 + has_truth + len(rows), GRID_MARGIN)

@@ -15,9 +15,7 @@ from tiny_models import make_tiny_clip, make_tiny_dino, make_tiny_pipeline
 
 from diffusers_flax.evaluation.benchmark_sets import FINAL_INDEX, add_final_turns, read_benchmark
 from diffusers_flax.evaluation.metrics import ssim
-from diffusers_flax.evaluation.perceptual import Dino
 from diffusers_flax.evaluation.scoring import ResultScorer
-from diffusers_flax.generating.clip import Clip
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 
 SESSIONS = {"100": 1, "242679": 3, "307": 2}  # {session: its turns}
@@ -94,7 +92,7 @@ def test_magicbrush(networks):
 
     # The numbers, image by image
     pairs = read_benchmark("magicbrush", Path("test"))
-    scorer = ResultScorer(pairs, SIMILARITIES, clip=Clip("clip"), dino=Dino("dino"))
+    scorer = ResultScorer(pairs, SIMILARITIES, clip_model="clip", dino_model="dino")
     finals = [i for i, (session, turn) in enumerate(turns) if turn == SESSIONS[session]]
     for part, word, places in (("", "inde", range(len(turns))), ("_final", "iter", finals)):
         files = [Image.open(folder / file_of(*turns[i], word)) for i in places]

@@ -19,7 +19,6 @@ from diffusers_flax.evaluation.held_out import HeldOutPair
 from diffusers_flax.evaluation.perceptual import Dino, Lpips
 from diffusers_flax.evaluation.protocols import PROTOCOLS
 from diffusers_flax.evaluation.scoring import ResultScorer
-from diffusers_flax.generating.clip import Clip
 
 needs_lpips = pytest.mark.skipif(
     importlib.util.find_spec("lpips") is None, reason="needs requirements-metrics.txt"
@@ -112,8 +111,8 @@ def test_a_protocol_equals_a_second_computation(folder, edits, name):
     """Resize, crop, normalisation and which images are compared, to 1e-4."""
     pairs, results = edits
     metrics = PROTOCOLS[name].metrics
-    clip, dino = Clip(str(folder / "clip")), Dino(str(folder / "dino"))
-    scorer = ResultScorer(pairs, metrics, clip=clip, dino=dino)
+    networks = {f"{name}_model": str(folder / name) for name in ("clip", "dino")}
+    scorer = ResultScorer(pairs, metrics, **networks)
     found = [scorer.measure(i, result) for i, result in enumerate(results)]
     expected = by_hand(folder, pairs, results)
     assert all(values.keys() == metrics.keys() for values in found)

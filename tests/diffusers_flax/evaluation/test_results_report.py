@@ -9,7 +9,14 @@ from PIL import Image
 
 from diffusers_flax.evaluation.held_out import HeldOutPair
 from diffusers_flax.evaluation.results import save_values
-from diffusers_flax.evaluation.results_report import CELL_SIZE, EditReport, grid_places
+from diffusers_flax.evaluation.results_report import (
+    CELL_SIZE,
+    curve,
+    extremes,
+    grid_places,
+    image_rows,
+    report_lines,
+)
 from diffusers_flax.generating.captions import GRID_MARGIN
 
 SETTINGS = {"num_pairs": 9, "protocol": "instruct_pix2pix", "metrics": []}
@@ -19,7 +26,6 @@ COSTS = {
     "flops_per_edit": 2.5e12,
     "peak_memory_bytes": 2**30,
 }
-MODEL = {"pipeline": "StableDiffusionInstructPix2PixPipeline", "parameters": {"unet": 1000}}
 LEVELS = [80, 160, 40, 240, 120, 20, 200, 60, 100, 140]  # gray of each result, its overall too
 
 
@@ -35,23 +41,16 @@ def make_row(folder, model, image_guidance_scale, seed, **values):
     return row | {"seed": seed, "images": name} | values | COSTS
 
 
-def make_report(folder, rows, **changes):
-    results = {"settings": SETTINGS, "baselines": [], "rows": rows} | changes
-    models = {row["model"]: MODEL for row in rows}
-    pairs = [HeldOutPair(i, f"{i}", "red", gray(0), gray(9)) for i in range(2)]
-    return EditReport(folder, results | {"models": models}, pairs, [(32, 32)] * 2)
-
-
 def test_the_curve_of_clip_similarities(tmp_path):
     rows = [
         make_row(tmp_path, "a", scale, seed, direction_similarity=scale, image_similarity=seed)
         for scale in (2.0, 1.0)
         for seed in (0, 1)
     ]
-    (line,) = make_report(tmp_path, rows).curve().axes[0].lines
+    (line,) = curve(rows, 2).axes[0].lines
     np.testing.assert_array_equal(line.get_xydata(), [[1, 0.5], [2, 0.5]])
     rows.append(make_row(tmp_path, "a", 3.0, 0, l1=1.0))
-    assert make_report(tmp_path, rows).curve() is None
+    assert curve(rows, 2) is None
 
 
 def test_tables_of_given_rows(tmp_path):
@@ -64,7 +63,9 @@ def test_tables_of_given_rows(tmp_path):
     ]
     baselines = [{"baseline": "truth", "model": None, "l1": 0.0}]
     baselines += [{"baseline": "VAE", "model": "hub/other", "l1": 0.3}]
-    lines = make_report(tmp_path, rows, baselines=baselines).lines(["a sentence"])
+    pairs = [HeldOutPair(i, f"{i}", "red", gray(0), gray(9)) for i in range(2)]
+    results = {"settings": SETTINGS, "baselines": baselines, "rows": rows}
+    lines = report_lines(tmp_path, results, pairs, ["a sentence"])
     assert "- a sentence" in lines
     for line in (
         "| model | guidance | image guidance | L1 |",
@@ -88,7 +89,7 @@ def test_the_grid_shows_pairs_from_all_over_the_list():
 
 @pytest.fixture
 def judged(tmp_path):
-    """The report of two rows of a model on ten edits of two types; the second row is better."""
+    """Two rows of a model on ten edits of two types, of which the second is better; the pairs."""
     pairs = [
         HeldOutPair(i, f"{i}", "red", gray(0), key=f"k{i}", group="b" if i < 2 else "a")
         for i in range(len(LEVELS))
@@ -104,24 +105,23 @@ def judged(tmp_path):
             (tmp_path / "images" / name).mkdir(parents=True, exist_ok=True)
             (tmp_path / "images" / name / f"k{i}.png").write_bytes(gray(level))
     settings = SETTINGS | {"protocol": "imgedit"}
-    results = {"settings": settings, "models": {"m": MODEL}, "baselines": [], "rows": rows}
-    return EditReport(tmp_path, results, pairs, [(32, 32)] * len(pairs))
+    return {"settings": settings, "baselines": [], "rows": rows}, pairs
 
 
-def test_the_best_and_the_worst_of_the_best_row(judged):
-    """A line of the four best, and one of the four worst; the input is left of each result."""
-    image = np.asarray(judged.extremes("overall"))
-    width = (image.shape[1] - GRID_MARGIN) // 4
-    for line, levels in enumerate(([240, 200, 160, 140], [20, 40, 60, 80])):
-        y = GRID_MARGIN + line * ((len(image) - GRID_MARGIN) // 2) + CELL_SIZE // 2
-        for tile, level in enumerate(levels):
-            x = GRID_MARGIN + tile * width + CELL_SIZE // 2
-            assert image[y, [x, x + CELL_SIZE], 0].tolist() == [0, level]
+def test_the_best_and_the_worst_of_the_best_row(judged, tmp_path):
+    """The four best, then the four worst, a line each; the input is left of each result."""
+    results, pairs = judged
+    shown = extremes(tmp_path, results["rows"], "overall")
+    image = np.asarray(image_rows(tmp_path, pairs, [(32, 32)] * len(pairs), shown))
+    width, height = (image.shape[1] - GRID_MARGIN) // 2, (len(image) - GRID_MARGIN) // 8
+    for line, level in enumerate((240, 200, 160, 140, 20, 40, 60, 80)):
+        y, x = GRID_MARGIN + line * height + CELL_SIZE // 2, GRID_MARGIN + CELL_SIZE // 2
+        assert image[y, [x, x + width], 0].tolist() == [0, level]
 
 
-def test_tables_of_a_judge(judged):
+def test_tables_of_a_judge(judged, tmp_path):
     """The mean of the types' means, its interval around it, and a column for each type."""
-    table = "\n".join(judged.lines([]))
+    table = "\n".join(report_lines(tmp_path, *judged, []))
     over_seeds = np.array(LEVELS) - 5
     means = over_seeds[2:].mean(), over_seeds[:2].mean()
     assert f"| m | 7.0 | 1.0 | {means[0]:.2f} | {means[1]:.2f} |" in table
