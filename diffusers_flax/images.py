@@ -64,19 +64,17 @@ def to_rgb(image):
 def to_8_bits(image):
     """Convert a PIL image to a mode with 8 bits per value, which Pillow converts to RGBA.
 
-    16-bit values (mode I;16, or I above 255) become 0 to 255. A ValueError for values of an unknown
-    range.
+    16-bit values (mode I;16, or I above 255) become 0 to 255. A ValueError for others.
     """
     if image.mode == "La":  # premultiplied
         return image.convert("LA")
     if not image.mode.startswith(("I", "F")):
         return image
     values = np.asarray(image)  # Pillow would clip them
-    if image.mode == "F" or values.min() < 0 or values.max() > 65535:
-        raise ValueError(f"image mode {image.mode} has no 8 or 16 bits; convert it to mode L")
-    if image.mode != "I" or values.max() > 255:
-        values = values // 257
-    return Image.fromarray(values.astype(np.uint8))
+    low, high = values.min(), values.max()
+    if image.mode == "F" or low < 0 or high > 65535 or (image.mode == "I" and high < 256):
+        raise ValueError(f"image mode {image.mode} has no values of 16 bits; convert it to mode L")
+    return Image.fromarray((values // 257).astype(np.uint8))
 
 
 def prepare_images(image):

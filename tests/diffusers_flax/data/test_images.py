@@ -174,7 +174,7 @@ def test_every_kind_of_image():
 def test_images_without_a_known_range_are_refused():
     for mode, value in (("I", 200), ("F", 0.5)):
         data = encode(Image.new(mode, (8, 8), value), "TIFF")
-        with pytest.raises(ValueError, match=rf"image mode {mode} .*has"):
+        with pytest.raises(ValueError, match=f"image mode {mode} has"):
             decode_image(data)
     grey = np.arange(64, dtype=np.int32).reshape(8, 8)
     decoded = decode_image(encode(Image.fromarray(grey * 257), "TIFF"))  # of mode I
