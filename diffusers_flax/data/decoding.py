@@ -110,7 +110,7 @@ class Decoding:
         transform, names = self.transform, LATENTS if self.latents else PIXELS
         out = tuple(batch[name][place] for name in names)
         flip = transform.random_flip and bool(draw[1] < 0.5)
-        crop = draw[0] if transform.random_crop else 0.5
+        crop = crop_position(draw[0], transform)
         if self.latents:
             time_ids = copy_latents(pair, out, flip)
         else:
@@ -123,6 +123,11 @@ class Decoding:
         elif self.masks:
             place_mask(pair, batch["mask"][place], time_ids, transform.resample, crop, flip)
         return choose_instruction(pair.instruction, draw[2])
+
+
+def crop_position(draw: float, transform: Transform) -> float:
+    """Where a pair is cropped along its longer side, in [0, 1), see crop_image; draw: likewise."""
+    return draw if transform.random_crop else 0.5
 
 
 def decode_pair(
