@@ -156,12 +156,15 @@ def read_objects(given: str, file: Path) -> Iterator[tuple[int, dict | str]]:
         raise ValueError(f"{file} is not UTF-8; save the file as UTF-8") from None
 
     if file.suffix.lower() == ".csv":
-        rows = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
-        for row in rows:
-            if None in row or None in row.values():
-                yield rows.line_num, "too few or many values; put texts with commas in quotes"
-            elif any(map(str.strip, row.values())):  # else a blank row of a table
-                yield rows.line_num, row
+        rows = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
+        try:
+            for row in rows:
+                if None in row or None in row.values():
+                    yield rows.line_num, "too few or many values; put texts with commas in quotes"
+                elif any(map(str.strip, row.values())):  # else a blank row of a table
+                    yield rows.line_num, row
+        except csv.Error as error:
+            yield rows.line_num, f"not CSV ({error})"
         return
     for line, row in enumerate(text.split("\n"), start=1):
         if row.strip():

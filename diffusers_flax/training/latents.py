@@ -224,10 +224,6 @@ def open_images(config, train_data_dir, columns, output_dir, overwrite):
         groups = [group for group in groups if group.path in selected]
     if (sizes := chosen_sizes(config)) is None:
         return groups, None
-    if existing and not overwrite:
-        stored = {(w, h) for h, w in stored_settings(existing[0]).get("sizes", ())}
-        if stored and stored <= {*sizes}:
-            return groups, tuple(size for size in sizes if size in stored)
     pairs = StoredPairs(
         train_data_dir,
         columns,
@@ -236,6 +232,10 @@ def open_images(config, train_data_dir, columns, output_dir, overwrite):
         Reading(max_rows=config.max_train_samples, num_threads=config.dataloader_num_workers),
     )
     pairs.choose_sizes(max(1, config.train_batch_size // jax.process_count()))
+    if existing and not overwrite:
+        stored = {(w, h) for h, w in stored_settings(existing[0]).get("sizes", ())}
+        if stored and stored <= {*sizes}:
+            return groups, tuple(size for size in sizes if size in stored)
     return groups, pairs.decoding.sizes
 
 
@@ -283,8 +283,11 @@ def missing_shards(config, output_dir, groups, sizes, vae, params, overwrite):
 
 
 def stored_settings(path):
-    """The metadata of a shard of latents; {} if it has none."""
-    return latents_metadata(pq.read_metadata(path)) or {}
+    """The metadata of a shard of latents; a ValueError for other shards, which stay."""
+    settings = latents_metadata(pq.read_metadata(path))
+    if settings is None:
+        raise ValueError(f"{path} has no latents; name a directory that has only latents")
+    return settings
 
 
 def write_latents(config, output_dir, columns, batch_size=None, overwrite=False):

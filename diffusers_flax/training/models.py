@@ -391,6 +391,11 @@ def check_models(config, models: Models):
             f"the UNet in {unet_source} does not fit the text encoders of {source}; take both from "
             "the same model"
         )
+    if models.scheduler.config.prediction_type == "sample":
+        raise ValueError(
+            f"the scheduler of {source} has prediction_type sample; use a model with epsilon or "
+            "v_prediction"
+        )
     if unet.in_channels != 2 * vae.latent_channels:
         raise ValueError(
             f"the UNet in {unet_source} has {unet.in_channels} input channels, InstructPix2Pix "
