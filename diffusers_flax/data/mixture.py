@@ -49,8 +49,8 @@ class Mixture:
     global batches, which are the same for any number of processes. If each process has its own
     shards of a set, it has its own stream of them. Sets of both kinds may be mixed.
 
-    Undecodable pairs are replaced by pairs of the same set. Memory is that of ParquetImagePairs for
-    each set, with a window of shuffle_buffer * share rows.
+    Undecodable pairs are replaced by pairs of the same set. Each set takes the memory of
+    a ParquetImagePairs, with a window of shuffle_buffer * share rows.
 
     `state_dict()` is the position after the last batch yielded. A mixture with the same arguments
     that loads it continues with the next batch, bit for bit.

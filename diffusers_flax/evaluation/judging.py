@@ -325,7 +325,7 @@ def values_of_answers(protocol, pairs, lines):
             answers[line["key"]][line["question"]] = line["scores"]
     for pair in pairs:
         found = answers[pair.key]
-        if protocol == "imgedit":  # its program rounds the mean of each edit
+        if protocol == "imgedit":  # ImgEdit's own program rounds the mean of each edit
             scores = {"overall": round(float(np.mean(found.get(ALL_TYPES, np.nan))), 2)}
         else:
             known = len(found) == 2

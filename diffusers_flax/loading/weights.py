@@ -175,7 +175,7 @@ def weights_pattern(stem, dot_variant=""):
 
 
 class NotNeeded:
-    """In place of an object in a pickle that is not needed: takes what the pickle gives."""
+    """Replaces an object of a pickle that is not needed; accepts any arguments and state."""
 
     def __init__(self, *args, **kwargs):
         pass

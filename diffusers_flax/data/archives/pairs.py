@@ -288,7 +288,7 @@ def row_of(record: dict, read_file: Callable[[Place], bytes]) -> dict:
 
 
 def check_image(data: bytes) -> None:
-    """Raise a ValueError for data that are no image; usual ones are not decoded."""
+    """Raise a ValueError unless data are an image; a whole JPEG or PNG is not decoded."""
     is_jpeg = data.startswith(b"\xff\xd8\xff") and data.endswith(b"\xff\xd9")
     is_png = data.startswith(b"\x89PNG\r\n\x1a\n") and data.endswith(b"IEND\xaeB`\x82")
     if not (is_jpeg or is_png):
