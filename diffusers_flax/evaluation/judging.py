@@ -271,6 +271,7 @@ def ask_all(questions, file, flags):
                 )
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+        client.close()
     return lines
 
 
