@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import ROOT, free_port, slow
+from helpers import ROOT, free_port
 from PIL import Image
 from tiny_models import make_tiny_xl
 
@@ -98,7 +98,8 @@ def test_two_processes_make_the_same_images(model, made, tmp_path):
     assert_alike(images(tmp_path), made)
 
 
-@pytest.mark.parametrize("flags", [[], *slow((["--parallel", "branches=2", "rows=2"],))])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--parallel", "branches=2", "rows=2"]])
 def test_executables_make_the_same_images(model, made, tmp_path, flags):
     """Compiled by the first start, loaded by the second one."""
     for name, how in (("first", "compiled (no executable"), ("second", "loaded in")):
@@ -134,15 +135,15 @@ def test_variant_and_unet(model, made, tmp_path):
         ),
         ("--unet SD", "no config.json in SD; check the path"),
         (  # images of 4 * 3 * 64 * 64 bytes, and more than a tenth of a megabyte of weights
-            "--batch_size 8000 --num_images 32000",
-            "32000 images of 64x64 pixels, 8000 at once on each of 4 cpu; memory: at least 1.57 GB "
-            "of 1 GB, of which the weights are 778 kB; lower --batch_size",
+            "--batch_size 80 --num_images 320",
+            "320 images of 64x64 pixels, 80 at once on each of 4 cpu; memory: at least 16.5 MB "
+            "of 10 MB, of which the weights are 778 kB; lower --batch_size",
         ),
     ],
 )
 def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("diffusers_flax.devices.memory.host_memory", lambda: 10**9)
+    monkeypatch.setattr("diffusers_flax.devices.memory.host_memory", lambda: 10**7)
     (tmp_path / "SD" / "unet").mkdir(parents=True)
     (tmp_path / "SD" / "unet" / "config.json").write_text(json.dumps({}))
     with pytest.raises(SystemExit) as ended:

@@ -161,6 +161,7 @@ def finish(process, code=0):
     return printed
 
 
+@pytest.mark.slow
 def test_a_killed_run_on_two_devices_goes_on_with_one(clip, monkeypatch, capsys):
     """Its shards are those of a run on one device without a kill."""
     killed = command(flags_of(clip, "--lines_per_shard", "1"), 2, KILLED)

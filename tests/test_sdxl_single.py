@@ -7,7 +7,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import ROOT, slow
+from helpers import ROOT
 from PIL import Image
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
@@ -85,7 +85,8 @@ def test_batches_on_fewer_devices(model, made, tmp_path):
         assert difference.max() <= 1 and difference.mean() < 0.01
 
 
-@pytest.mark.parametrize("program", [PROGRAMS[0], *slow(PROGRAMS[1])])
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_one_prompt_fills_a_batch_and_images_stay(model, tmp_path, program):
     """Without a negative prompt and guidance, in bfloat16."""
     flags = ["--model", str(model), "--output", str(tmp_path / "out"), *SHORT]
@@ -100,6 +101,7 @@ def test_one_prompt_fills_a_batch_and_images_stay(model, tmp_path, program):
     assert len(images(tmp_path / "out")) == len(jax.devices())
 
 
+@pytest.mark.slow
 def test_code_that_changes_compiles_again(model, tmp_path):
     """A copy of the program with another line has other executables."""
     store, copy = ["--executable_dir", tmp_path / "store"], tmp_path / "mine.py"

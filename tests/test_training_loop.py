@@ -20,7 +20,7 @@ UNET = "unet/diffusion_pytorch_model.safetensors"
 def test_the_loop_trains_a_model_that_edits(tmp_path, devices, capsys):
     """A few steps, from a folder of its own; the average is not the base model."""
     text = (ROOT / "examples" / "training_loop.py").read_text()
-    for name, value in (("NUM_STEPS, LEARNING_RATE", 8), ("EMA_START", 5)):
+    for name, value in (("NUM_STEPS, LEARNING_RATE", 3), ("EMA_START", 2)):
         before = f"{name}, MAX_GRAD_NORM = 500, " if "," in name else f"{name} = 400"
         assert before in text
         text = text.replace(before, before.replace("500", str(value)).replace("400", str(value)))

@@ -4,6 +4,7 @@ import io
 
 import numpy as np
 import pytest
+from helpers import slow
 from PIL import Image, ImageDraw
 
 from diffusers_flax.data.faults import FaultFinder, measure
@@ -66,7 +67,7 @@ def drawing(rng, largest):
     return image
 
 
-@pytest.mark.parametrize("largest", [15, 40, 100])
+@pytest.mark.parametrize("largest", [15, *slow(40, 100)])
 def test_different_objects_on_white_do_not_look_alike(photographs, largest):
     rng, finder = np.random.default_rng(1), FaultFinder()
     objects = [drawing(rng, largest) for _ in range(100)]

@@ -118,6 +118,7 @@ def layout_of(**sizes):
     return parse_layout([f"{name}={n}" for name, n in sizes.items()])
 
 
+@pytest.mark.slow
 def test_batches_on_several_devices_are_pmaps(text):
     pipeline, params = text
     ids, neg_ids = map(pipeline.prepare_inputs, (["red", "it", "blue", "make"], "green"))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, free_port
+from helpers import ROOT, free_port, slow
 
 import flax_train_instruct_pix2pix as trainer
 
@@ -111,7 +111,7 @@ print(np.mean(losses[:10]), np.mean(losses[-50:]))
 """
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [1, *slow(2)])
 def test_the_pasted_functions_train_toy_models(tmp_path, num_processes):
     """On two devices; with two processes also the line for several hosts."""
     (section,) = SECTION.findall((ROOT / "README.md").read_text())

@@ -444,6 +444,7 @@ def test_a_finished_run_goes_on_as_if_it_had_been_longer(model, data, finished, 
     assert sorted(map(str, out.rglob("*"))) == files
 
 
+@pytest.mark.slow
 def test_the_command_of_a_finished_run_ends_well(model, data, tmp_path, capsys):
     """With a checkpoint's model, which is the run's; another configuration is an error."""
     out, made = tmp_path / "out", tmp_path / "made"
