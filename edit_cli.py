@@ -127,17 +127,10 @@ def edits_of_flags(config):
             raise ValueError(f"--output {output} is one file for several edits; give a directory")
         elif len(config.input) > 1 or output.is_dir() or not output.suffix:
             output = output / f"{path.stem}.png"
-        edits.append((path, row["edit"], output, row.get("mask"), None, None))
+        edits.append(
+            {"image": path, "prompt": row["edit"], "output": output, "mask": row.get("mask")}
+        )
     return edits
-
-
-def request_of(config, place, edit):
-    """The Request of a row of read_edits; place: in the list, from 0."""
-    image, instruction, output, mask, after, truth = edit
-    files = dict(image=image, output=output, mask=mask, truth=truth)
-    index = config.first_index + place
-    request = from_flags(Request, config, prompt=instruction, index=index, after=after, **files)
-    return checked_request(request, ())
 
 
 def before_after_grid(edits, sizes):
@@ -167,7 +160,9 @@ def run(config):
     edits = read_edits(config.edits_jsonl) if config.edits_jsonl else edits_of_flags(config)
     config = with_single_files(config, "model")
     config = with_defaults(config, [config.model], config.lora)
-    requests = [request_of(config, place, edit) for place, edit in enumerate(edits)]
+    requests = []
+    for index, edit in enumerate(edits, config.first_index):
+        requests.append(checked_request(from_flags(Request, config, index=index, **edit), ()))
     if made := make_files(config, requests, "edit_cli.py"):
         if config.grid:
             save_image(before_after_grid(*made), config.grid)

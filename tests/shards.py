@@ -183,4 +183,4 @@ def edits_of_jsonl(file):
     """The edits of a list, as edit_cli.py reads them."""
     from diffusers_flax.generating.requests import read_edits
 
-    return [ListedEdit(*edit) for edit in read_edits(file)]
+    return [ListedEdit(*edit.values()) for edit in read_edits(file)]

@@ -301,7 +301,7 @@ def test_fitting_keeps_the_aspect_ratio(tmp_path):
 def test_outputs_of_flags(tmp_path):
     def outputs(inputs, texts, output=None):
         config = edit_cli.Config("m", input=tuple(map(Path, inputs)), edit=texts, output=output)
-        return [str(row[2]) for row in edits_of_flags(config)]
+        return [str(row["output"]) for row in edits_of_flags(config)]
 
     both = ["x/a.jpg", "b.png"]
     assert outputs(both, ("red",)) == ["x/a-edited.png", "b-edited.png"]

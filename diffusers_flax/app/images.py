@@ -61,5 +61,5 @@ def read_examples(file):
     file: list of --examples, or None.
     """
     rows = read_edits(file, "examples") if file else []
-    paths, texts = [str(path) for path, *_ in rows], [text for _, text, *_ in rows]
-    return [*dict.fromkeys(paths)], [*dict.fromkeys(texts)]
+    paths, texts = dict.fromkeys(str(row["image"]) for row in rows), [x["prompt"] for x in rows]
+    return [*paths], [*dict.fromkeys(texts)]

@@ -126,14 +126,9 @@ def ids_of(program, config, requests, program_sizes):
         text = recipe_of(program, config, request, lambda path: made.get(path) or checksum(path))
         recipe = json.loads(text[KEYWORD])
         contents = {name: x for name, x in recipe.items() if name not in recipe[CHECKSUMS]}
-        ids[place] = digest_of(contents, program_sizes[place], states)
-        made[request.output] = ids[place]
+        content = json.dumps((contents, program_sizes[place], states), sort_keys=True)
+        ids[place] = made[request.output] = hashlib.sha256(content.encode()).hexdigest()[:32]
     return [ids[place] for place in range(len(requests))]
-
-
-def digest_of(*values):
-    """32 hexadecimal digits for values of JSON."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def state_of_files(value):
@@ -186,14 +181,14 @@ def with_flags_of_image(words, config_class):
                 )
     if recipe.get(MASKED) and "mask" not in given:
         refuse(f"{LIKE} {file} has a painted mask, which its recipe lacks; give it with --mask")
-    flags = {name: x for name, x in recipe.items() if name in known - given}
-    return [*others, *(word for name, value in flags.items() for word in as_words(name, value))]
-
-
-def as_words(name, value):
-    """A flag and its value as words of a command line."""
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no_{name}"]
-    if isinstance(value, list) and len(value) != 1:
-        return [f"--{name}", *map(str, value)]
-    return [f"--{name}={value[0] if isinstance(value, list) else value}"]  # it may begin with -
+    for name, value in recipe.items():
+        values = value if isinstance(value, list) else [value]
+        if name not in known - given:
+            continue
+        if isinstance(value, bool):
+            others.append(f"--{name}" if value else f"--no_{name}")
+        elif len(values) == 1:
+            others.append(f"--{name}={values[0]}")  # it may begin with -
+        else:
+            others += [f"--{name}", *map(str, values)]
+    return others

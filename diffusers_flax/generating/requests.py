@@ -149,12 +149,11 @@ def requests_of_flags(config):
         raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
     given = {"prompt": prompts} | {name: getattr(config, name) for name in SEVERAL}
     rows = [row for row in one_for_each(given) for _ in range(config.num_images)]
-    nothing = dict.fromkeys((*SEVERAL, "output"))
-    requests = [
-        from_flags(Request, config, **nothing | row, seed=seed_of(config, place))
-        for place, row in enumerate(rows)
-    ]
-    return [checked_request(request, NEEDS) for request in requests]
+    requests, nothing = [], dict.fromkeys((*SEVERAL, "output"))
+    for place, row in enumerate(rows):
+        changes = nothing | row | {"seed": (config.seed + place) % 2**32}
+        requests.append(checked_request(from_flags(Request, config, **changes), NEEDS))
+    return requests
 
 
 def requests_of_jsonl(file, config):
@@ -169,7 +168,7 @@ def requests_of_jsonl(file, config):
             if "prompt" not in content:
                 raise ValueError('no "prompt"; give one, which may be empty')
             own = parse_line(content, file.parent)
-            changes = nothing | {"seed": seed_of(config, len(requests))} | own
+            changes = nothing | {"seed": (config.seed + len(requests)) % 2**32} | own
             request = checked_request(from_flags(Request, config, **changes), own)
             check_ranges(request)
             if missing := [path for path in files_read(request) if not path.is_file()]:
@@ -187,21 +186,16 @@ def read_edits(file, flag="edits_jsonl"):
     """Read a list of edits, see data/lists.py; flag: name of the file's flag, for errors.
 
     Returns:
-        List of (original image, instruction, output, mask or None, place of the edit whose output
-        is the original image, or None, true edit or None).
+        List of {field of Request: value}: image, prompt, output, mask, after and truth.
     """
     names = ("original_image", "edit_prompt", "output")
     rows = read_list(f"--{flag} {file}", file, names, ("mask", "edited_image"))
     places = {row["line"]: place for place, row in enumerate(rows)}
-    return [
-        (*(row[x] for x in (*names, "mask")), places.get(row["after"]), row["edited_image"])
-        for row in rows
-    ]
-
-
-def seed_of(config, place):
-    """The seed of an image without one of its own; place: in the list."""
-    return (config.seed + place) % 2**32
+    for row in rows:
+        row["place"] = places.get(row["after"])
+    columns = (*names, "mask", "place", "edited_image")
+    keys = ("image", "prompt", "output", "mask", "after", "truth")
+    return [dict(zip(keys, (row[x] for x in columns))) for row in rows]
 
 
 def parse_line(content, folder):
@@ -211,27 +205,23 @@ def parse_line(content, folder):
         if key not in hints:
             raise ValueError(f"the key {key} is unknown; keys are {', '.join(sorted(hints))}")
         try:
-            changes[key] = value_of_json(hints[key], value)
+            base = Path() if key == "output" else folder
+            changes[key] = value_of_json(hints[key], value, base)
         except TypeError:
             raise ValueError(f"{key} cannot be {json.dumps(value)[:40]}") from None
     if (name := changes.get("output")) and name.name != str(name):
         raise ValueError(f"output is {name}; write a file name, which goes to --output")
-    for name in (*SEVERAL, "control"):
-        if isinstance(path := changes.get(name), tuple):
-            changes[name] = tuple(find_base(str(x), folder) / x for x in path)
-        elif path is not None:
-            changes[name] = find_base(str(path), folder) / path
     return changes
 
 
-def value_of_json(hint, value):
-    """A value of JSON as a field of a type; raises a TypeError if it is of another type."""
+def value_of_json(hint, value, folder):
+    """A value of JSON as a field of a type, or a TypeError; folder: that paths are relative to."""
     options = get_args(hint) or (hint,)
     if get_origin(hint) is tuple:
         values = value if isinstance(value, list) else [value]
-        return tuple(value_of_json(options[0], x) for x in values)
+        return tuple(value_of_json(options[0], x, folder) for x in values)
     if Path in options and isinstance(value, str) and value:
-        return Path(value)
+        return find_base(value, folder) / value
     if float in options and type(value) is int:
         return float(value)
     if type(value) in options or value in options:
@@ -333,8 +323,12 @@ def output_files(requests, ids, output, software, grid):
             )
         files = [output]
     elif None in files:
-        numbered = iter(numbered_files(output, [x for x, file in zip(ids, files) if file is None]))
-        files = [file or next(numbered) for file in files]
+        # 000.png, 001.png, ...; made ones keep theirs.
+        found = sorted((x for x in output.glob("*.png") if x.stem.isdecimal()), reverse=True)
+        made = {image_mark(file)[1]: file for file in found}
+        numbered = (output / f"{number:03}.png" for number in itertools.count())
+        free = (file for file in numbered if file not in found)
+        files = [file or made.get(image_id) or next(free) for file, image_id in zip(files, ids)]
     written = [*files, *filter(None, [grid])]
     for path in written:
         check_image_file(path)
@@ -358,12 +352,3 @@ def output_files(requests, ids, output, software, grid):
 def is_image_file(output):
     """Whether --output names a file, not a directory."""
     return output.is_file() or (output.suffix.lower() in IMAGE_EXTENSIONS and not output.is_dir())
-
-
-def numbered_files(folder, ids):
-    """The files 000.png, 001.png, ... of images in a directory; made ones keep theirs."""
-    found = sorted((x for x in folder.glob("*.png") if x.stem.isdecimal()), reverse=True)
-    made = {image_mark(file)[1]: file for file in found}
-    free = (folder / f"{number:03}.png" for number in itertools.count())
-    free = (file for file in free if file not in found)
-    return [made.get(image_id) or next(free) for image_id in ids]

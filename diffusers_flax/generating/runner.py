@@ -67,10 +67,6 @@ from diffusers_flax.schedulers.factory import choose_scheduler
 # Of scikit-image's canny: nearest to OpenCV's Canny(image, 100, 200), which published examples use.
 # Of five photographs, 86% of the edges of each are within a pixel of the other's (F-measure).
 CANNY = {"sigma": 0.5, "low_threshold": 0.2, "high_threshold": 0.4}
-# Flags with a number for each ControlNet or for all.
-CONTROL_OPTIONS = (
-    *("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end"),
-)
 DENOISING_END = 0.8  # as in diffusers' example of the ensemble of base and refiner
 OF_BOTH_MODELS = ("dtype", "embedding", "storage", "vae_dtype", "layout", "saved_programs")
 # What the calls of model and refiner have in common.
@@ -112,7 +108,8 @@ def kind_of(request, size, prompts=None):
     if request.task == "text to image":
         options |= dict(width=size[0], height=size[1])
     if request.control:
-        given = {name: getattr(request, name) for name in CONTROL_OPTIONS}
+        names = ("control_guidance_start", "control_guidance_end", "controlnet_conditioning_scale")
+        given = {name: getattr(request, name) for name in names}  # for each ControlNet or for all
         options |= {name: x if len(x) > 1 else x[0] for name, x in given.items() if x}
         options["guess_mode"] = request.guess_mode
     if is_guided(request):
@@ -250,31 +247,25 @@ def load_inputs(request, size, program_size):
     size, program_size: (width, height) of the result, and of its program.
     """
 
-    def load(path):
-        return stretch(load_fitted(path, size), program_size)
+    def load(path, way="image"):
+        image = stretch(load_fitted(path, size), program_size)
+        if way == "image":
+            return image
+        from skimage.feature import canny  # a second, not for other images
+
+        grey = np.asarray(image.convert("L"), np.float64) / 255
+        return Image.fromarray(np.uint8(canny(grey, **CANNY)) * 255).convert("RGB")
 
     if request.control:
         ways = request.control_from or ("image",)
         ways = ways if len(ways) > 1 else ways * len(request.control)
-        images = [load(path) for path in request.control]
-        return tuple(edges_of(x) if way == "canny" else x for x, way in zip(images, ways)), None
+        return tuple(map(load, request.control, ways)), None
     mask = request.mask and stretch_mask(load_mask(request.mask, size), program_size)
     return request.image and load(request.image), mask
 
 
-def edges_of(image):
-    """The edges of a PIL image, white on black, as ControlNets for edges take them."""
-    from skimage.feature import canny  # a second, not for other images
-
-    grey = np.asarray(image.convert("L"), np.float64) / 255
-    return Image.fromarray(np.uint8(canny(grey, **CANNY)) * 255).convert("RGB")
-
-
 def arrays_of(models, task, requests, loaded):
-    """The arrays of a call but the prompts, {argument: array (B, ...) or None}.
-
-    requests: of one Kind; loaded: load_inputs of each.
-    """
+    """The arrays of a call but the prompts, of requests of one Kind; loaded: their load_inputs."""
     pipeline, arrays = models.pipelines[task], {"prng_seed": keys_of(requests)}
     images, masks = map(list, zip(*loaded))
     if task == "ControlNet":
@@ -299,28 +290,6 @@ def join(prompts):
     """The Prompts of several images as one call's arguments."""
     joined = jax.tree.map(lambda *rows: np.concatenate(rows), *prompts)._asdict()
     return {name: x for name, x in joined.items() if x is not None}
-
-
-def call_models(models, kind, arrays, refining):
-    """Start the programs of a batch; returns its images, on devices.
-
-    arrays, refining: arguments of the call of the model, and of the refiner's or None.
-    """
-    pipeline, end, options = models.pipelines[kind.task], models.denoising_end, dict(kind.options)
-    if refining is not None:
-        options |= {"denoising_end": end, "output_type": "latent"}
-    images = pipeline(params=models.params, jit=True, **arrays, **options).images
-    if refining is None:
-        return images
-    shared = {name: x for name, x in kind.options if name in REFINER_OPTIONS}
-    return models.refiner.pipelines[kind.task](
-        image=images,
-        params=models.refiner.params,
-        denoising_start=end,
-        jit=True,
-        **refining,
-        **shared,
-    ).images
 
 
 def make_images(models, requests, program_sizes, todo, load, batch_size, bar, in_flight=IN_FLIGHT):
@@ -367,7 +336,15 @@ def make_images(models, requests, program_sizes, todo, load, batch_size, bar, in
         if kind not in compiled:
             compiled.add(kind)
             bar.set_description("compiling {}x{}".format(*kind.size))
-        return call_models(models, kind, arrays, refining)
+        pipeline, options = models.pipelines[kind.task], dict(kind.options)
+        if refining is None:
+            return pipeline(params=models.params, jit=True, **arrays, **options).images
+        end, refiner = models.denoising_end, models.refiner
+        first = options | {"denoising_end": end, "output_type": "latent"}
+        refining["image"] = pipeline(params=models.params, jit=True, **arrays, **first).images
+        refining |= {name: x for name, x in options.items() if name in REFINER_OPTIONS}
+        pipeline = refiner.pipelines[kind.task]
+        return pipeline(params=refiner.params, denoising_start=end, jit=True, **refining).images
 
     def collect(prepared, images):
         images = np.asarray(images)
@@ -389,14 +366,7 @@ def make_images(models, requests, program_sizes, todo, load, batch_size, bar, in
 
 
 def write_image(result, request, size, config, program, image_id):
-    """Write an image with its recipe.
-
-    Args:
-        result: of the request's program, NumPy (H, W, 3) in [0, 1].
-        request: Request, with its output.
-        size: (width, height) of the image.
-        config, program, image_id: see recipe_of and ids_of.
-    """
+    """Write the result of a request's program, NumPy (H, W, 3) in [0, 1], with its recipe."""
     original = mask = None
     if request.mask is not None:
         original, mask = load_fitted(request.image, size), load_mask(request.mask, size)
