@@ -169,7 +169,18 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
         named = [Annotated[x, tyro.conf.subcommand(name)] for name, x in config_class.items()]
         flags = Union[tuple(named)]  # noqa: UP007
         config_class = config_class.get(words[0] if words else "", object)
-    words = with_own_names(words, get_type_hints(config_class))
+    hints, own_names, given = get_type_hints(config_class), {}, set()
+    for group in SAME_FLAGS:
+        own = next((name for name in group if name in hints), None)
+        own_names |= {name: own for name in group if own and name not in hints}
+    for i, word in enumerate(words):
+        if word.startswith("--"):
+            flag, sep, value = word[2:].partition("=")
+            name = own_names.get(flag.replace("-", "_"), flag.replace("-", "_"))
+            if "tuple[" in str(hints.get(name)) and name in given:  # tyro takes the last ones
+                refuse(f"--{name} is given twice; write all values after one --{name}")
+            given.add(name)
+            words[i] = f"--{name if name in hints else flag}{sep}{value}"
     shown = io.StringIO()
     try:
         with redirect_stdout(shown), redirect_stderr(shown):
@@ -185,28 +196,6 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
             refuse(message + getattr(config_class, "MORE_FLAGS", ""))
         print(description.strip(), text, sep="\n\n", end="")
         raise
-
-
-def with_own_names(words: list[str], hints: dict) -> list[str]:
-    """The words of a command line with the program's own names of SAME_FLAGS.
-
-    Ends the program if a flag with several values comes twice. hints: {flag: type}.
-    """
-    own_names = {}
-    for group in SAME_FLAGS:
-        own = next((name for name in group if name in hints), None)
-        own_names |= {name: own for name in group if own and name not in hints}
-    found, given = [], set()
-    for word in words:
-        if word.startswith("--"):
-            flag, sep, value = word[2:].partition("=")
-            name = own_names.get(flag.replace("-", "_"), flag.replace("-", "_"))
-            if "tuple[" in str(hints.get(name)) and name in given:  # tyro takes the last ones
-                refuse(f"--{name} is given twice; write all values after one --{name}")
-            given.add(name)
-            word = f"--{name if name in hints else flag}{sep}{value}"
-        found.append(word)
-    return found
 
 
 def refuse(message: str) -> NoReturn:

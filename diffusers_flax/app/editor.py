@@ -303,7 +303,15 @@ class Editor:
             given = dict(prompt=one.instruction, image=image and Path(), mask=mask and Path())
             given |= {} if self.edits else {"image_guidance_scale": None}
             to_make = from_flags(Request, one, **given)
-            models = Models({to_make.task: self._program(one, to_make, size)}, self.params)
+            branches = from_flags(Sampling, one).branches(self.checked.pipeline_type)
+            key = one.scheduler, one.accelerate, branches, kind_of(to_make, size)
+            if key not in self.programs:
+                if len(self.programs) == MAX_PROGRAMS:
+                    self.programs.clear()
+                    jax.clear_caches()
+                pipeline = with_task(self._with_settings(one), to_make.task)
+                self.programs[key], _ = self._plan(pipeline, one, size)
+            models = Models({to_make.task: self.programs[key]}, self.params)
             making = [to_make], [size], [0], lambda place: inputs, 1, tqdm(disable=True)
             ((_, images, _),) = make_images(models, *making)
             if request.stopped.is_set():
@@ -313,18 +321,6 @@ class Editor:
             feather = settings.mask_feather
             request.images.append(finish_image(made, request.size, image, mask, feather))
         request.seconds = time.perf_counter() - started
-
-    def _program(self, settings, to_make, size):
-        """The pipeline of the program that makes an image of a Request."""
-        branches = from_flags(Sampling, settings).branches(self.checked.pipeline_type)
-        key = settings.scheduler, settings.accelerate, branches, kind_of(to_make, size)
-        if key not in self.programs:
-            if len(self.programs) == MAX_PROGRAMS:
-                self.programs.clear()
-                jax.clear_caches()
-            pipeline = with_task(self._with_settings(settings), to_make.task)
-            self.programs[key], _ = self._plan(pipeline, settings, size)
-        return self.programs[key]
 
     def _with_settings(self, settings):
         """The pipeline with the scheduler and accelerations of settings."""
@@ -350,15 +346,7 @@ class Editor:
     def _plan(self, pipeline, settings, size):
         """(pipeline, with a tiled VAE if it needs one; a line about the memory)."""
         branches = from_flags(Sampling, settings).branches(self.checked.pipeline_type)
-        return plan_images(
-            pipeline,
-            self.devices,
-            num_images=1,
-            batch_size=1,
-            branches=branches,
-            sizes=[size],
-            vae_tile=self.config.vae_tile,
-        )
+        return plan_images(pipeline, self.devices, 1, 1, branches, [size], self.config.vae_tile)
 
     def _lora_specs(self, settings):
         """FILE:WEIGHT of each LoRA in settings."""

@@ -77,12 +77,7 @@ class Events:
         c.image.upload(self.restore, [c.image], [*shown, c.image], **quick)
         paint = [c.use_mask, c.image, c.resolution]
         gr.on([c.use_mask.change, c.image.change], self.paint, paint, c.mask, **quick)
-        self.connect_api()
         blocks.unload(self.close)
-
-    def connect_api(self):
-        """Attach the endpoints of the API."""
-        c = self.c
 
         def offer(name, without, has_image=True):
             inputs = {x: control for x, control in self.controls.items() if x not in without}
@@ -93,10 +88,10 @@ class Events:
 
         if self.editor.edits:
             offer("edit", ("shape", "strength"))
-            return
         if self.editor.task == "text to image":
             offer("image", ("image_guidance_scale", "mask_feather", "strength"), has_image=False)
-        offer("image_to_image", ("image_guidance_scale", "shape"))
+        if not self.editor.edits:
+            offer("image_to_image", ("image_guidance_scale", "shape"))
 
     async def call(self, page: gr.Request, image=None, mask=None, **values):
         """Make an image; yields the progress, then the result."""
@@ -216,22 +211,17 @@ class Events:
         update = {c.gallery: show(value=gallery), c.seed: request.settings.seed}
         if len(several) > 1:
             text = f"{len(several)} images in {seconds}"
-            figure = self._figure(request, before, several, session)
-            update[c.comparison] = show(value=figure)
+            tiles = []  # original and results in a row
+            if before is not None:
+                with Image.open(before) as image:
+                    tiles.append(captioned([image.convert("RGB")], request.settings.instruction))
+            for image, scales in zip(request.images, request.scales):
+                scales = scales[: 1 + self.editor.edits]
+                tiles.append(captioned([image], "scale " + ", ".join(f"{x:g}" for x in scales)))
+            file = session.folder / f"{len(session.results):03}-comparison.png"
+            save_image(tile_grid(tiles, len(tiles), GRID_MARGIN), file)
+            update[c.comparison] = show(value=file)
         return self._shown(session) | update | {c.status: status(text, "done")}
-
-    def _figure(self, request, before, several, session):
-        """Save a comparison as one image: original and results in a row, with captions."""
-        tiles = []
-        if before is not None:
-            with Image.open(before) as image:
-                tiles.append(captioned([image.convert("RGB")], request.settings.instruction))
-        for image, one in zip(request.images, several):
-            scales = [getattr(one, name) for name in SCALES[: 1 + self.editor.edits]]
-            tiles.append(captioned([image], "scale " + ", ".join(f"{x:g}" for x in scales)))
-        file = session.folder / f"{len(session.results):03}-comparison.png"
-        save_image(tile_grid(tiles, len(tiles), GRID_MARGIN), file)
-        return file
 
     def _shown(self, session):
         """Updates that show the session's result again."""

@@ -72,6 +72,7 @@ def build(editor, examples):
     Returns:
         Namespace of Gradio components; a setting's control has its name.
     """
+    images, texts = examples
     c = SimpleNamespace(labels=dict(LABELS), defaults=editor.defaults(), tabs=None)
     if not editor.edits:
         c.labels |= {"instruction": "Prompt", "guidance_scale": "Prompt scale"}
@@ -80,7 +81,25 @@ def build(editor, examples):
         gr.HTML(f"<h1>{TITLES[editor.task]}</h1><p>{html.escape(name)}</p>", padding=False)
     with gr.Row(elem_id="columns"):
         with gr.Column(elem_id="request"):
-            build_request(c, editor, *examples)
+            from_text, shape = editor.task == "text to image", {"label": LABELS["shape"]}
+            # The tab that is open; a hidden component, which the browser changes at once.
+            c.tab = gr.Textbox(FROM_TEXT if from_text else FROM_IMAGE, visible=False)
+            if from_text:
+                with gr.Tabs(elem_id="tabs", selected=FROM_TEXT) as c.tabs:
+                    with gr.Tab(FROM_TEXT, id=FROM_TEXT) as c.from_text:
+                        c.shape = gr.Dropdown([*SHAPES], value=c.defaults.shape, **shape)
+                    with gr.Tab(FROM_IMAGE, id=FROM_IMAGE, render_children=True) as c.from_image:
+                        build_image(c, editor)
+                        build_mask(c, editor, images)
+            else:
+                c.shape = gr.Dropdown([*SHAPES], value=c.defaults.shape, visible=False, **shape)
+                build_image(c, editor)
+                if editor.edits:
+                    build_instruction(c, editor)
+                build_mask(c, editor, images)
+            if not editor.edits:
+                build_instruction(c, editor)
+            build_examples(c.instruction, texts, "Texts to try", "texts")
         with gr.Column(elem_id="results"):
             build_results(c, editor)
         with gr.Column(elem_id="controls"), gr.Accordion("Settings", open=True):
@@ -100,29 +119,6 @@ def build_slider(c, name, **options):
     step, info = SLIDERS[name]
     own = {"label": c.labels[name], "step": step, "info": info, "value": getattr(c.defaults, name)}
     setattr(c, name, gr.Slider(*RANGES[name], elem_id=name, **own | options))
-
-
-def build_request(c, editor, images, texts):
-    """What an image is made of: tabs for a model from text; then instruction and button."""
-    from_text, shape = editor.task == "text to image", {"label": LABELS["shape"]}
-    # The tab that is open; a hidden component, which the browser changes at once.
-    c.tab = gr.Textbox(FROM_TEXT if from_text else FROM_IMAGE, visible=False)
-    if from_text:
-        with gr.Tabs(elem_id="tabs", selected=FROM_TEXT) as c.tabs:
-            with gr.Tab(FROM_TEXT, id=FROM_TEXT) as c.from_text:
-                c.shape = gr.Dropdown([*SHAPES], value=c.defaults.shape, **shape)
-            with gr.Tab(FROM_IMAGE, id=FROM_IMAGE, render_children=True) as c.from_image:
-                build_image(c, editor)
-                build_mask(c, editor, images)
-    else:
-        c.shape = gr.Dropdown([*SHAPES], value=c.defaults.shape, visible=False, **shape)
-        build_image(c, editor)
-        if editor.edits:
-            build_instruction(c, editor)
-        build_mask(c, editor, images)
-    if not editor.edits:
-        build_instruction(c, editor)
-    build_examples(c.instruction, texts, "Texts to try", "texts")
 
 
 def build_image(c, editor):

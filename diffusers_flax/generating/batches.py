@@ -135,8 +135,7 @@ class FileWriter:
     def __exit__(self, error_type, error, trace):
         self._pool.shutdown()
         if error is None:
-            for file in self._waiting:
-                file.result()
+            self.wait()
 
 
 def check_finite_images(images, which):
