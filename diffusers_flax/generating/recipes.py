@@ -126,9 +126,14 @@ def ids_of(program, config, requests, program_sizes):
         text = recipe_of(program, config, request, lambda path: made.get(path) or checksum(path))
         recipe = json.loads(text[KEYWORD])
         contents = {name: x for name, x in recipe.items() if name not in recipe[CHECKSUMS]}
-        content = json.dumps((contents, program_sizes[place], states), sort_keys=True)
-        ids[place] = made[request.output] = hashlib.sha256(content.encode()).hexdigest()[:32]
+        ids[place] = digest_of(contents, program_sizes[place], states)
+        made[request.output] = ids[place]
     return [ids[place] for place in range(len(requests))]
+
+
+def digest_of(*values):
+    """32 hexadecimal digits for values of JSON."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def state_of_files(value):

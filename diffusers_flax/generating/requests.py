@@ -191,11 +191,17 @@ def read_edits(file, flag="edits_jsonl"):
     names = ("original_image", "edit_prompt", "output")
     rows = read_list(f"--{flag} {file}", file, names, ("mask", "edited_image"))
     places = {row["line"]: place for place, row in enumerate(rows)}
-    for row in rows:
-        row["place"] = places.get(row["after"])
-    columns = (*names, "mask", "place", "edited_image")
-    keys = ("image", "prompt", "output", "mask", "after", "truth")
-    return [dict(zip(keys, (row[x] for x in columns))) for row in rows]
+    return [
+        {
+            "image": row["original_image"],
+            "prompt": row["edit_prompt"],
+            "output": row["output"],
+            "mask": row["mask"],
+            "after": places.get(row["after"]),
+            "truth": row["edited_image"],
+        }
+        for row in rows
+    ]
 
 
 def parse_line(content, folder):
