@@ -194,9 +194,8 @@ def test_devices_and_workers_do_not_change_a_bit(clip):
     for process in [command(flags, 1 + number) for number, flags in enumerate(workers)]:
         finish(process)
     assert shards("shared") == expected
-    assert {file.name for file in Path("shared").glob("report*")} == {
-        *("report-0.json", "report-0.png", "report-1.json", "report-1.png")
-    }
+    reports = sorted(file.name for file in Path("shared").glob("report*"))
+    assert reports == ["report-0.json", "report-1.json"]
 
 
 # ------------------------------------------------------------------ pairs
