@@ -436,8 +436,10 @@ def run_distillation(config: Config):
 
     lora = to_host(state.params, axes)
     del state, p_frozen  # free device memory
-    checkpoints.close()
-    save_model(config, lora, reports.close())
+    try:
+        checkpoints.close()
+    finally:  # also without room for the last checkpoint
+        save_model(config, lora, reports.close())
 
 
 def main(args=None):

@@ -225,7 +225,11 @@ def run(config):
     per_shard = config.lines_per_shard or choose_lines_per_shard(config, len(captions))
     shards = PairShards(config, captions, per_shard, worker, num_workers)
     shards.check(settings)
-    seconds = make_lines(config, captions, shards, settings) if shards.unfinished() else None
+    seconds = None
+    if shards.unfinished():
+        seconds = make_lines(config, captions, shards, settings)
+    else:
+        shards.start(settings)
     if config.template:
         write_text(config.output_dir / "captions.jsonl", text_of(captions), shared=True)
     shards.end()
@@ -233,7 +237,9 @@ def run(config):
     report, said = write_report(config, name, shards.counts(), seconds)
     print(said)
     folder = shlex.quote(str(config.output_dir))
-    if not report["kept"]:
+    if not shards.own:
+        print(f"worker {worker} has no shard of {shards.num_shards}; lower --lines_per_shard")
+    elif not report["kept"]:
         print("nothing is kept: lower thresholds, or give --keep_all to see all scores")
     elif config.keep_all and config.clip_model:
         choice = f"--pairs {folder} --output_dir NEW --num_kept {Config.num_kept}"

@@ -308,6 +308,9 @@ def test_previews_reports_and_warnings(clip, monkeypatch, capsys):
     run(clip, "--min_clip_image", "1", "--preview")  # finished: opens no model
     said = capsys.readouterr()
     assert "0 pairs of 2 lines are kept" in said.out and "compiling" not in said.err
+    run(clip, "--worker", "8", "--num_workers", "9", "--output_dir", "none")
+    assert "worker 8 has no shard of" in capsys.readouterr().out
+    assert Path("none/make_pairs.json").exists()
     with pytest.raises(ValueError, match="have 0 rows"):
         parquet_processing.describe_and_preview(
             parquet_processing.Config(train_data_dir="data", preview="")

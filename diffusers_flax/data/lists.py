@@ -171,8 +171,8 @@ def read_objects(given: str, file: Path) -> Iterator[tuple[int, dict | str]]:
             try:
                 content = json.loads(row)
                 yield line, content if isinstance(content, dict) else "not a JSON object"
-            except json.JSONDecodeError as error:
-                yield line, f"not JSON ({error.msg})"
+            except (ValueError, RecursionError) as error:
+                yield line, f"not JSON ({getattr(error, 'msg', error)})"
 
 
 def parse_texts(

@@ -5,6 +5,7 @@ the run, a dict. orbax-checkpoint writes it in the background; incomplete ones h
 Only process 0 reads and writes. At SIGTERM all processes stop after the same step.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
 from diffusers_flax.devices.processes import check_agreement
-from diffusers_flax.messages import differences
+from diffusers_flax.messages import differences, one_line
 from diffusers_flax.training.flags import MAY_CHANGE, PER_PROCESS, final_file, fixed_flags, flag
 from diffusers_flax.training.latents import check_vae
 from diffusers_flax.training.models import tree_checksum
@@ -59,7 +60,7 @@ class Checkpoints:
 
     def __init__(self, config, dataset, identity, plan, axes):
         self.config, self.identity, self.plan, self.axes = config, identity, plan, axes
-        self.path, self.record, self.manager = None, {}, None
+        self.path, self.record, self.manager, self.error = None, {}, None, None
         shared = fixed_flags(config, PER_PROCESS)
         check_agreement(json.dumps([identity, shared, bool(dataset.latents)]))
         if jax.process_index() == 0:
@@ -114,12 +115,22 @@ class Checkpoints:
     def save(self, step, state, averages, reported):
         """Save a checkpoint; its files are written in the background.
 
+        At the last step `close` raises the errors, such as a full disk: the model comes first.
+
         Args:
             step: number of completed steps.
             state: TrainState.
             averages: list of averages.
             reported: of Reports.state, to continue the reports.
         """
+        try:
+            self._save(step, state, averages, reported)
+        except Exception as error:
+            if step < self.identity["max_train_steps"]:
+                raise
+            self.error = error
+
+    def _save(self, step, state, averages, reported):
         if self.manager:
             self.manager.wait_until_finished()  # one in memory
         averages = averages[: self.plan.averages_after(step)]  # no mere copy of the weights
@@ -153,7 +164,9 @@ class Checkpoints:
             self.manager.wait_until_finished()
 
     def close(self):
-        """Wait until the last checkpoint is complete."""
+        """Wait until the last checkpoint is complete; raise the errors of its writing."""
+        if self.error:
+            raise self.error
         if self.manager:
             self.manager.close()
 
@@ -279,9 +292,22 @@ def make_handlers():
     return handlers, this_process
 
 
+@contextlib.contextmanager
+def naming_damage(path):
+    """A context for reading a checkpoint whose errors name its directory and the remedy."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"checkpoint {path} is damaged ({one_line(error, 200)}); remove this directory to "
+            "resume from the checkpoint before"
+        ) from error
+
+
 def read_record(path):
     """Read the record of a checkpoint; path: its directory."""
-    return json.loads((path / "run" / "metadata").read_text())
+    with naming_damage(path):
+        return json.loads((path / "run" / "metadata").read_text())
 
 
 def read_arrays(path):
@@ -289,7 +315,8 @@ def read_arrays(path):
     import orbax.checkpoint as ocp
 
     handlers, _ = make_handlers()
-    return handlers["state"].restore(path.resolve() / "state", args=ocp.args.PyTreeRestore())
+    with naming_damage(path):
+        return handlers["state"].restore(path.resolve() / "state", args=ocp.args.PyTreeRestore())
 
 
 def flatten_by_name(tree, path=()):

@@ -101,6 +101,9 @@ def check_flags(config: Any, num_devices: int) -> None:
             "--unet_model_name_or_path is missing; give the output of create_modified_unet.py "
             f"--pretrained_model_name_or_path {config.pretrained_model_name_or_path}"
         )
+    for name, part in COMPONENT_FLAGS.items():
+        if (given := getattr(config, name)) and Path(given, part).is_dir():
+            raise ValueError(f"{flag(config, name)} is a pipeline; give {Path(given, part)}")
     check_batch(config, num_devices)
     check_combinations(config)
     profiled_steps(config.profile_steps)

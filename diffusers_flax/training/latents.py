@@ -24,6 +24,7 @@ from diffusers_flax.data.shards import (
     LATENTS,
     MASK,
     TIME_IDS,
+    image_at,
     latents_metadata,
     list_row_groups,
     pair_at,
@@ -91,21 +92,24 @@ def decode_row(position, out, group, cells, resample, factor):
     """Decode a pair into `out`, two images (H, W, 3); an undecodable one is stored without latents.
 
     Returns:
-        What is stored besides the latents, a dict; it has TIME_IDS if the pair is decodable.
+        What is stored besides the latents, a dict; it has TIME_IDS if the pair is decodable. A bad
+        mask is stored as b"", and training with masks replaces the pair.
     """
     row = {}
     try:
-        pair = pair_at(cells, position)
+        pair = pair_at(cells._replace(group=group._replace(mask_column="")), position)
         row["edit_prompt"] = pair.instruction
         time_ids = decode_pair(pair, out, resample, 0.5, False)
+        row[TIME_IDS] = time_ids.tobytes()
         if group.mask_column:
-            mask = np.empty(out[0].shape[:2], np.uint8)
+            row[MASK], mask = b"", np.empty(out[0].shape[:2], np.uint8)
+            pair = pair._replace(mask=image_at(cells, group.mask_column, position))
             place_mask(pair, mask, time_ids, resample, 0.5, False)
             row[MASK] = reduce_mask(mask, factor).tobytes()
-        row[TIME_IDS] = time_ids.tobytes()
     except ValueError as error:
         place = f"{group.path.name} row {group.first_row + position}"
-        logger.warning("%s: %s; stored without latents", place, error)
+        lost = "its mask" if TIME_IDS in row else "latents"
+        logger.warning("%s: %s; stored without %s", place, error, lost)
     return row
 
 

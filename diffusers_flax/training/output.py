@@ -70,7 +70,8 @@ def open_run(config):
     with contextlib.ExitStack() as stack:
         finished = False
         if jax.process_index() == 0:
-            check_output_dir(config)
+            if not is_finished(config):  # else a run without checkpoints would be refused
+                check_output_dir(config)
             stack.enter_context(locked(Path(config.output_dir)))
             finished = is_finished(config)
             if config.push_to_hub and not finished:

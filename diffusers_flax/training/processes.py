@@ -69,6 +69,8 @@ def locked(folder):
             "another directory"
         ) from error
     except OSError as error:
+        if error.filename is not None:  # the file cannot be opened, rather than locked
+            raise
         logger.warning("%s cannot be locked (%s); start no other run in it", folder, error)
     try:
         yield

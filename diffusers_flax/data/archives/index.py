@@ -36,6 +36,7 @@ def one_line_errors(file: Path) -> Iterator[None]:
         zlib.error,
         UnicodeDecodeError,
         json.JSONDecodeError,
+        RecursionError,
         pa.ArrowException,
     ) as error:
         raise ValueError(
@@ -71,7 +72,7 @@ def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
                 return
             for number, line in enumerate(text, start=1):
                 row = None
-                with suppress(ValueError):
+                with suppress(ValueError, RecursionError):
                     row = json.loads(line)
                 if line.strip():
                     yield f"line {number}", row

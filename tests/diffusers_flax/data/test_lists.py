@@ -13,7 +13,7 @@ from shards import ListedEdit, edits_of_jsonl, write_list
 import edit_cli
 import parquet_processing
 from diffusers_flax.data.archives.flags import PairsFlags
-from diffusers_flax.data.lists import NAMES
+from diffusers_flax.data.lists import NAMES, read_objects
 from diffusers_flax.data.pairs import write_pairs
 from diffusers_flax.evaluation import held_out
 from diffusers_flax.evaluation.held_out import pairs_of_jsonl
@@ -112,6 +112,12 @@ def test_paths_are_relative_to_the_list_before_the_working_directory(tmp_path, c
         )
     ]
     assert not caplog.records
+
+
+def test_a_deeply_nested_line_is_not_json(tmp_path):
+    (tmp_path / "list.jsonl").write_text("[" * 100_000)
+    ((line, problem),) = read_objects("--pairs", tmp_path / "list.jsonl")
+    assert line == 1 and problem.startswith("not JSON (maximum recursion depth exceeded")
 
 
 @pytest.mark.variants

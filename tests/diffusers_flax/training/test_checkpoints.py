@@ -7,7 +7,7 @@ import re
 import pytest
 
 import flax_train_instruct_pix2pix as trainer
-from diffusers_flax.training.checkpoints import find_checkpoint
+from diffusers_flax.training.checkpoints import find_checkpoint, read_arrays
 
 
 def make_small_run(out, step=30, num_steps=30, finished=True):
@@ -64,6 +64,15 @@ def test_another_run_is_refused(tmp_path, num_steps, identity, flags, message):
     with pytest.raises(ValueError) as refusal:
         find(tmp_path, num_steps, identity, **flags)
     assert re.search(message, str(refusal.value)), refusal.value
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    make_small_run(tmp_path, step=20, finished=False)
+    (tmp_path / "checkpoints/20/run/metadata").write_text("{")
+    with pytest.raises(ValueError, match=r"checkpoints/20 is damaged .*; remove this directory"):
+        find(tmp_path, 30)
+    with pytest.raises(ValueError, match=r"checkpoints/20 is damaged .*; remove this directory"):
+        read_arrays(tmp_path / "checkpoints/20")
 
 
 def test_a_cosine_within_its_warm_up_and_default_values_of_new_flags_go_on(tmp_path):

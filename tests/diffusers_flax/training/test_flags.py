@@ -28,6 +28,7 @@ BAD_FLAGS = [
     ({"validation_prompt": ("x",)}, "0 --validation_image and 1 --validation_prompt do not match"),
     ({"profile_steps": "3"}, "--profile_steps 3 must be FIRST:LAST"),
     ({"num_processes": 2}, "go together; give all three"),
+    ({"unet_model_name_or_path": "run"}, "run is a pipeline; give run/unet"),
     ({"output_dir": "file"}, "no directory that you can write to"),
     ({"output_dir": "file/out"}, "no directory that you can write to"),
     ({"output_dir": "own"}, "--output_dir own is not empty (README.md); name another directory"),
@@ -48,6 +49,7 @@ def test_bad_flags_are_refused_before_anything_is_read(
     Path("finished/model_index.json").touch()
     Path("lora").mkdir()
     Path("lora", LORA_FILE).touch()
+    Path("run/unet").mkdir(parents=True)
     Path("own").mkdir()
     Path("own/README.md").touch()
     config = config_of("nowhere", "nowhere", "out", **flags)
