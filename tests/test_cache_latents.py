@@ -150,14 +150,14 @@ def test_training_is_the_same(model, data, tmp_path, monkeypatch):
 
 
 def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):
-    folder, write = tmp_path / "latents", training_latents.LatentWriter.write
+    folder, write = tmp_path / "latents", training_latents.write_shard
 
-    def write_until_b(writer, path, *args):
+    def write_until_b(path, *args):
         if path.name == "b.parquet":
             raise KeyboardInterrupt
-        write(writer, path, *args)
+        write(path, *args)
 
-    monkeypatch.setattr(training_latents.LatentWriter, "write", write_until_b)
+    monkeypatch.setattr(training_latents, "write_shard", write_until_b)
     flags = ["--pretrained_model_name_or_path", str(model), "--train_data_dir", str(data)]
     flags += ["--output_dir", str(folder), "--resolution", "16"]
     with pytest.raises(SystemExit) as ended:
@@ -173,15 +173,15 @@ def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):
 
 def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, monkeypatch):
     """The second process begins with the second shard and skips finished ones."""
-    folder, write, written = tmp_path / "latents", training_latents.LatentWriter.write, []
+    folder, write, written = tmp_path / "latents", training_latents.write_shard, []
 
-    def write_both(writer, path, *args):
+    def write_both(path, *args):
         written.append(path.name)
-        write(writer, path, *args)
+        write(path, *args)
         if path.name == "b.parquet":  # by the other process meanwhile
             shutil.copy(path, path.with_name("a.parquet"))
 
-    monkeypatch.setattr(training_latents.LatentWriter, "write", write_both)
+    monkeypatch.setattr(training_latents, "write_shard", write_both)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     fill(config_for(model, data, folder))

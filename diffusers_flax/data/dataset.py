@@ -9,8 +9,8 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -195,21 +195,20 @@ class ParquetImagePairs(StoredPairs):
                 yield batch
 
 
-@dataclass(frozen=True)
-class Partition:
+class Partition(NamedTuple):
     """Division of an epoch among processes; see partition_rows."""
 
     num_batches: tuple[int, ...]  # of each size, equal on all processes
-    num_parts: int  # in the order that this process draws
-    total_parts: int  # in the orders of all processes
-    batch_size: int  # rows of the order in a batch
-    columns: slice  # of a batch: the rows of this process
     shard_seeds: tuple[tuple[int, ...], ...]  # of each directory, besides seed and epoch
-    directory: int  # index of this process's directory
+    directory: int = 0  # index of this process's directory
+    batch_size: int = 1  # rows of the order in a batch
+    columns: slice = slice(1)  # of a batch: the rows of this process
+    num_parts: int = 1  # in the order that this process draws; with sizes 1
+    total_parts: int = 1  # in the orders of all processes
 
     def shuffle(self, pairs: StoredPairs, seed: int, epoch: int, shuffle_buffer: float) -> Epoch:
         """Draw an epoch's order, crops, flips and instructions; arguments as of the data set."""
-        shard_seed = self.shard_seeds[self.directory]
+        shard_seed, num_batches = self.shard_seeds[self.directory], sum(self.num_batches)
         group_rows = [group.num_rows for group in pairs.groups]
         of_images, of_texts = (
             np.random.default_rng([seed, epoch, purpose, *shard_seed]).random((sum(group_rows), n))
@@ -218,21 +217,18 @@ class Partition:
         order_parts = partial(
             epoch_order,
             num_parts=self.num_parts,
-            rows_per_part=sum(self.num_batches) * self.batch_size // self.num_parts,
+            rows_per_part=num_batches * self.batch_size // self.num_parts,
             window=shuffle_buffer / self.total_parts,
         )
         if pairs.directory_sizes is None:
             parts = order_parts(group_rows, seed=[seed, epoch, 0, *shard_seed])
-            order = self._join(parts.reshape(self.num_parts, sum(self.num_batches), -1))
-            read_steps = np.broadcast_to(np.arange(len(order))[:, None], order.shape)
+            slices = parts.reshape(self.num_parts, num_batches, -1)
+            order = slices.swapaxes(0, 1).reshape(num_batches, self.batch_size)
+            read_steps = np.broadcast_to(np.arange(num_batches)[:, None], order.shape)
         else:
             order, read_steps = self._deal(pairs.directory_sizes, seed, epoch, order_parts)
         draws = np.hstack((of_images, of_texts))
         return Epoch(order[:, self.columns], read_steps[:, self.columns], draws)
-
-    def _join(self, slices: np.ndarray) -> np.ndarray:
-        """Join the parts' slices (num_parts, num_batches, rows) to batches (num_batches, B)."""
-        return slices.swapaxes(0, 1).reshape(-1, self.batch_size)
 
     def _deal(
         self,
@@ -243,12 +239,12 @@ class Partition:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Deal the rows of an epoch to batches of one size each; returns order and read_steps.
 
-        All parts are read at the same pace. A batch is complete, and comes next, when every part
-        has dealt its slice. So the batches of all processes have the same sizes, and rows of rare
-        sizes wait for their batch. The rows of a size take turns: an epoch begins after the last
-        row of the epoch before, so that a waiting row is drawn in the next epoch.
+        All directories are read at the same pace. A batch comes next when all its rows are read in
+        every directory. So the batches of all processes have the same sizes, and rows of rare sizes
+        wait for their batch. The rows of a size take turns: an epoch begins after the last row of
+        the epoch before, so that a waiting row is drawn in the next epoch.
         """
-        batches, places, complete = [], [], []
+        complete = []  # for each directory, the place at which each batch is complete
         for directory, (group_rows, size_of) in enumerate(directories):
             shard_seed = self.shard_seeds[directory]
             drawn = np.full_like(size_of, -1)  # rows that wait for the next epoch
@@ -257,20 +253,14 @@ class Partition:
                 rows = np.random.default_rng([seed, size, 3, *shard_seed]).permutation(rows)
                 count *= self.batch_size
                 drawn[rows.take(range(epoch * count, (epoch + 1) * count), mode="wrap")] = size
-            parts = order_parts(group_rows, seed=[seed, epoch, 0, *shard_seed], size_of=drawn)
-            place_of = [  # in their part, the rows of a size, (num_parts, num_batches, rows)
-                np.nonzero(size_of[parts] == size)[1].reshape(self.num_parts, count, -1)
-                for size, count in enumerate(self.num_batches)
-            ]
-            complete.append(np.concatenate([place.max(axis=(0, 2)) for place in place_of]))
+            (rows,) = order_parts(group_rows, seed=[seed, epoch, 0, *shard_seed], size_of=drawn)
+            by_size = np.argsort(size_of[rows], kind="stable").reshape(-1, self.batch_size)
+            complete.append(by_size.max(axis=1))
             if directory == self.directory:
-                each_part = np.arange(self.num_parts)[:, None, None]
-                batches = [self._join(parts[each_part, place]) for place in place_of]
-                places = [self._join(place) for place in place_of]
+                order, places = rows[by_size], by_size
         complete = np.max(complete, axis=0)
         turn = np.argsort(complete, kind="stable")
-        order, places = (np.concatenate(x)[turn] for x in (batches, places))
-        return order, np.searchsorted(complete[turn], places)
+        return order[turn], np.searchsorted(complete[turn], places[turn])
 
 
 def partition_rows(pairs: StoredPairs, batch_size: int, num_parts: int) -> Partition:
@@ -286,24 +276,23 @@ def partition_rows(pairs: StoredPairs, batch_size: int, num_parts: int) -> Parti
         global_batch_size = batch_size * process_count
         return Partition(
             num_batches=tuple((pairs.size_rows[0] // global_batch_size).tolist()),
-            num_parts=num_parts,
-            total_parts=num_parts,
+            shard_seeds=((),),
             batch_size=global_batch_size,
             columns=slice(process_index * batch_size, (process_index + 1) * batch_size),
-            shard_seeds=((),),
-            directory=0,
+            num_parts=num_parts,
+            total_parts=num_parts,
         )
     # Each process has its own order of its own batches.
     own_parts = math.gcd(batch_size, max(1, num_parts // process_count))
     return Partition(
         num_batches=tuple((np.min(pairs.size_rows, axis=0) // batch_size).tolist()),
-        num_parts=own_parts,
-        total_parts=own_parts * process_count,
-        batch_size=batch_size,
-        columns=slice(batch_size),
         # The order belongs to the shards, whichever process reads them.
         shard_seeds=tuple(tuple(directory[0][:2]) for directory in pairs.directories),
         directory=process_index,
+        batch_size=batch_size,
+        columns=slice(batch_size),
+        num_parts=own_parts,
+        total_parts=own_parts * process_count,
     )
 
 
@@ -322,8 +311,7 @@ def epoch_order(
     the remaining rows are not used in this epoch. Within a part, each row gets a random time,
     uniform over a window around its row group's position in the part, and rows are sorted by time.
     A row group is therefore needed only during its window, and rows mix with all rows whose windows
-    overlap. A window as long as the part gives a uniform shuffle. With several sizes the rows of
-    each size are cut into parts separately, so that all parts have equally many.
+    overlap. A window as long as the part gives a uniform shuffle.
 
     Args:
         group_rows: number of rows of each row group.
@@ -331,7 +319,7 @@ def epoch_order(
         num_parts: at least 1.
         rows_per_part: rows of each part; num_parts * rows_per_part <= sum(group_rows).
         window: length of a window in rows; a window always covers its row group's rows in the part.
-        size_of: index of each row's size, -1 for unused rows; None: one size.
+        size_of: index of each row's size, -1 for unused rows; None: all rows are used.
 
     Returns:
         Integers (num_parts, rows_per_part): the rows of each part in order, counted over all row
@@ -347,11 +335,6 @@ def epoch_order(
     )
     if size_of is not None:
         all_rows = all_rows[size_of[all_rows] >= 0]
-        part_of = np.empty(len(all_rows), int)
-        for size in np.unique(size_of[all_rows]):
-            places = np.flatnonzero(size_of[all_rows] == size)
-            part_of[places] = np.arange(len(places)) * num_parts // len(places)
-        all_rows = all_rows[np.argsort(part_of, kind="stable")]
     parts = all_rows[: num_parts * rows_per_part].reshape(num_parts, rows_per_part)
     # Neighbouring parts share a row group; reversing every other part makes both need it at once.
     parts[1::2] = parts[1::2, ::-1].copy()

@@ -231,18 +231,13 @@ class Mixture:
 
 def one_part(pairs: StoredPairs, number: int) -> Partition:
     """The Partition of the passes of set `number`: this process's rows of the set one by one."""
-    own, shard_seed = 0, (number,)
-    if len(pairs.directories) > 1:  # the order belongs to the shards, whichever process has them
-        own = pairs.processes.process_index
-        shard_seed += tuple(pairs.directories[own][0][:2])
+    if len(pairs.directories) == 1:
+        return Partition((pairs.directory_rows[0],), ((number,),))
+    own = pairs.processes.process_index
+    # The order belongs to the shards, whichever process has them.
+    shard_seed = (number, *pairs.directories[own][0][:2])
     return Partition(
-        num_batches=(pairs.directory_rows[own],),
-        num_parts=1,
-        total_parts=len(pairs.directories),
-        batch_size=1,
-        columns=slice(1),
-        shard_seeds=(shard_seed,),
-        directory=0,
+        (pairs.directory_rows[own],), (shard_seed,), total_parts=len(pairs.directories)
     )
 
 

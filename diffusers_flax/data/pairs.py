@@ -13,7 +13,6 @@ loader applies their EXIF orientation.
 
 import hashlib
 from collections import Counter
-from contextlib import ExitStack
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
@@ -27,19 +26,12 @@ from diffusers_flax.data.lists import CAPTIONS, IMAGES, list_rows, raise_problem
 from diffusers_flax.data.options import num_usable_cores
 from diffusers_flax.data.shards import Pair
 from diffusers_flax.data.writing import (
-    COPIES,
-    HELD_OUT,
-    HELD_OUT_LIST,
     IMAGE,
     SCHEMA,
-    SHARDS,
-    ShardWriter,
-    check_directory,
+    check_directories,
     choose_held_out,
     image_cell,
-    move_when_complete,
-    number_shards,
-    write_held_out,
+    write_set,
 )
 from diffusers_flax.messages import one_line
 
@@ -155,12 +147,7 @@ def write_pairs(source: Path, output_dir: Path, options) -> str:
         ValueError: the list or an image is invalid (names the first ten problems), or a directory
             is not empty or not writable. Nothing is written in these cases.
     """
-    check_directory("output_dir", output_dir, options.overwrite_output_dir)
-    held_out_dir = Path(options.held_out_dir)
-    if options.num_held_out:
-        check_directory("held_out_dir", held_out_dir, options.overwrite_output_dir)
-        if held_out_dir.resolve() == output_dir.resolve():
-            raise ValueError(f"--held_out_dir {held_out_dir} is also --output_dir; name another")
+    check_directories(output_dir, options)
     file = find_list(source)
     pairs, problems = list_pairs(file, source.is_dir(), options.max_pairs)
     with ThreadPool(num_usable_cores()) as pool:  # exits at once on Ctrl-C
@@ -182,21 +169,17 @@ def write_pairs(source: Path, output_dir: Path, options) -> str:
     schema = SCHEMA
     if any(pair["mask"] for pair in training):
         schema = schema.append(pa.field("mask_image", IMAGE))
-    with ExitStack() as stack:
-        folder = stack.enter_context(move_when_complete(output_dir, (SHARDS,)))
-        with ShardWriter(folder, schema) as writer:
-            for pair in tqdm(training, "writing shards", unit="pair", disable=None):
-                cells = {f"{role}_image": image_cell(x) for role, x in files_of(pair).items()}
-                size = sum(len(cell["bytes"]) for cell in cells.values())
-                writer.add(texts_of(pair) | cells, size)
-        report = f"wrote {len(training)} pairs to {output_dir} (shards: {number_shards(folder)})"
-        if held_out:
-            folder = stack.enter_context(move_when_complete(held_out_dir, HELD_OUT))
-            images = (
-                {role: (path.suffix, path.read_bytes()) for role, path in files_of(pair).items()}
-                for pair in held_out
-            )
-            write_held_out(zip(images, map(texts_of, held_out)), folder)
-            report += f"\nheld out {len(held_out)} pairs: {held_out_dir / HELD_OUT_LIST}"
-            report += f" (of {options.num_held_out} originals); {COPIES}"
-    return report
+
+    def rows():
+        for pair in tqdm(training, "writing shards", unit="pair", disable=None):
+            cells = {f"{role}_image": image_cell(x) for role, x in files_of(pair).items()}
+            yield texts_of(pair) | cells, sum(len(cell["bytes"]) for cell in cells.values())
+
+    images = (
+        {role: (path.suffix, path.read_bytes()) for role, path in files_of(pair).items()}
+        for pair in held_out
+    )
+    held_out = zip(images, map(texts_of, held_out))
+    number, lines = write_set(rows(), schema, held_out, output_dir, options)
+    head = f"wrote {len(training)} pairs to {output_dir} (shards: {number})"
+    return "\n".join([head, *lines])

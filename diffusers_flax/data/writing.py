@@ -1,8 +1,7 @@
 """Shards and held-out pairs that programs write, and the directories that they write to.
 
-    with move_when_complete(Path("data"), (SHARDS,)) as folder:
-        with ShardWriter(folder, SCHEMA) as writer:
-            writer.add(row, num_bytes)
+    check_directories(Path("data"), options)
+    write_set([(row, num_bytes)], SCHEMA, held_out, Path("data"), options)
 
 The schema is the one of timbrooks/instructpix2pix-clip-filtered.
 """
@@ -112,12 +111,36 @@ def image_cell(path: Path) -> dict:
     return {"bytes": path.read_bytes(), "path": path.name}
 
 
-def number_shards(folder: Path) -> int:
-    """Name the shards of a directory like train-00000-of-00003.parquet; their number."""
-    files = sorted(folder.glob("*.parquet"))
-    for number, file in enumerate(files):
-        file.rename(folder / f"train-{number:05d}-of-{len(files):05d}.parquet")
-    return len(files)
+def write_set(
+    rows: Iterable[tuple[dict, int]],
+    schema: pa.Schema,
+    held_out: Iterable[tuple[dict, dict]],
+    output_dir: Path,
+    options,
+) -> tuple[int, list[str]]:
+    """Write shards and held-out pairs, which appear when all are complete.
+
+    Args:
+        rows: of the shards, each with its size in bytes.
+        schema: of the rows.
+        held_out: see write_held_out.
+        output_dir: directory for shards like train-00000-of-00003.parquet; replaces earlier ones.
+        options: PairsFlags.
+
+    Returns:
+        (number of shards, lines about the held-out pairs).
+    """
+    replaced = (MANIFEST, *(file.name for file in own_shards(output_dir)))
+    with move_when_complete(output_dir, replaced) as folder:
+        with ShardWriter(folder, schema) as writer:
+            for row, num_bytes in rows:
+                writer.add(row, num_bytes)
+        files = sorted(folder.glob("*.parquet"))
+        for number, file in enumerate(files):
+            file.rename(folder / f"train-{number:05d}-of-{len(files):05d}.parquet")
+        held_out_dir = Path(options.held_out_dir)
+        lines = [write_held_out(held_out, held_out_dir)] if options.num_held_out else []
+    return len(files), lines
 
 
 def image_suffix(data: bytes) -> str:
@@ -165,7 +188,9 @@ def group_originals(keys: list[tuple]) -> np.ndarray:
     return groups[originals].astype(np.int64)
 
 
-def write_held_out(pairs: Iterable[tuple[dict[str, tuple[str, bytes]], dict]], folder: Path) -> int:
+def write_held_out(
+    pairs: Iterable[tuple[dict[str, tuple[str, bytes]], dict]], held_out_dir: Path
+) -> str:
     """Write pairs to original/, edited/ and masks/, and HELD_OUT_LIST for other programs.
 
     Paths in the list are relative to it; edit_cli.py writes results to results/.
@@ -173,50 +198,60 @@ def write_held_out(pairs: Iterable[tuple[dict[str, tuple[str, bytes]], dict]], f
     Args:
         pairs: (images, texts): {"original", "edited" and maybe "mask": (suffix, bytes)}, and the
             texts "edit_prompt", "original_prompt" and "edited_prompt", the captions or None.
-        folder: directory.
+        held_out_dir: directory; files appear when all are complete.
 
     Returns:
-        The number of pairs.
+        A line for a summary.
     """
     lines = []
-    for number, (images, texts) in enumerate(pairs):
-        edit = {"edit": texts["edit_prompt"], "output": f"results/{number:05d}.png"}
-        for role, key in (("original", "input"), ("edited", "truth"), ("mask", "mask")):
-            if role in images:
-                suffix, data = images[role]
-                edit[key] = f"{HELD_OUT_DIRS[role]}/{number:05d}{suffix}"
-                (folder / HELD_OUT_DIRS[role]).mkdir(exist_ok=True)
-                (folder / edit[key]).write_bytes(data)
-        captions = {"input_caption": "original_prompt", "output_caption": "edited_prompt"}
-        edit |= {key: texts[name] for key, name in captions.items() if texts[name]}
-        lines.append(json.dumps(edit, ensure_ascii=False) + "\n")
-    write_text(folder / HELD_OUT_LIST, "".join(lines))
-    return len(lines)
+    with move_when_complete(held_out_dir, HELD_OUT) as folder:
+        for number, (images, texts) in enumerate(pairs):
+            edit = {"edit": texts["edit_prompt"], "output": f"results/{number:05d}.png"}
+            for role, key in (("original", "input"), ("edited", "truth"), ("mask", "mask")):
+                if role in images:
+                    suffix, data = images[role]
+                    edit[key] = f"{HELD_OUT_DIRS[role]}/{number:05d}{suffix}"
+                    (folder / HELD_OUT_DIRS[role]).mkdir(exist_ok=True)
+                    (folder / edit[key]).write_bytes(data)
+            captions = {"input_caption": "original_prompt", "output_caption": "edited_prompt"}
+            edit |= {key: texts[name] for key, name in captions.items() if texts[name]}
+            lines.append(json.dumps(edit, ensure_ascii=False) + "\n")
+        write_text(folder / HELD_OUT_LIST, "".join(lines))
+    return f"held out {len(lines)} pairs: {held_out_dir / HELD_OUT_LIST}; {COPIES}"
 
 
-def check_directory(flag: str, directory: Path, overwrite: bool) -> None:
-    """Raise a ValueError unless the directory that a flag names may be written.
+def check_directories(output_dir: Path, options) -> None:
+    """Raise a ValueError unless the directories for shards and held-out pairs may be written.
 
     Hidden files do not count, except UNFINISHED_DIR. Only shards and held-out pairs of these
     programs are replaced: shards of other names would join the data, and image directories without
     HELD_OUT_LIST are the user's.
 
     Args:
-        flag, directory, overwrite: see ask_before_replacing.
+        output_dir: --output_dir.
+        options: PairsFlags.
     """
-    ask_before_replacing(flag, directory, overwrite)
+    folders = {"output_dir": output_dir}
+    if options.num_held_out:
+        folders["held_out_dir"] = Path(options.held_out_dir)
+    for flag, folder in folders.items():
+        ask_before_replacing(flag, folder, options.overwrite_output_dir)
+        other = {*folder.glob(f"{UNFINISHED_DIR}*"), *folder.glob("[!.]*.parquet")}
+        if not (folder / HELD_OUT_LIST).exists():
+            other |= {folder / name for name in HELD_OUT if (folder / name).exists()}
+        if other := sorted(other - {*own_shards(folder)}):
+            raise ValueError(
+                f"--{flag} {folder} is not empty ({other[0].name}); name another, or remove it"
+            )
+    if options.num_held_out and output_dir.resolve() == folders["held_out_dir"].resolve():
+        raise ValueError(f"--held_out_dir {output_dir} is also --output_dir; name another")
+
+
+def own_shards(directory: Path) -> list[Path]:
+    """The shards of a directory that these programs wrote."""
     listed = {file["file"] for file in read_manifest(directory).get("files", ())}
-    other = [
-        path
-        for path in directory.glob("[!.]*.parquet")
-        if not path.match(SHARDS) and path.name not in listed
-    ]
-    if not (directory / HELD_OUT_LIST).exists():
-        other += [directory / name for name in HELD_OUT if (directory / name).exists()]
-    if first := next(iter([*directory.glob(f"{UNFINISHED_DIR}*"), *other]), None):
-        raise ValueError(
-            f"--{flag} {directory} is not empty ({first.name}); name another, or remove it"
-        )
+    files = directory.glob("[!.]*.parquet")
+    return [file for file in files if file.match(SHARDS) or file.name in listed]
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from diffusers_flax.data.shards import (
     shard_files,
     take_first_rows,
 )
+from diffusers_flax.generating.batches import run_ahead
 from diffusers_flax.loading.files import save_whole
 from diffusers_flax.messages import differences
 from diffusers_flax.training.flags import chosen_sizes
@@ -88,21 +90,21 @@ def encoder_on(devices, vae, params):
     return lambda *images: program(params, *jax.device_put(images, sharded))
 
 
-def decode_row(position, out, group, cells, resample, factor):
-    """Decode a pair into `out`, two images (H, W, 3); an undecodable one is stored without latents.
+def decode_row(position, original, edited, cells, resample, factor):
+    """Decode a pair into two images (H, W, 3); an undecodable pair is stored without latents.
 
     Returns:
         What is stored besides the latents, a dict; it has TIME_IDS if the pair is decodable. A bad
         mask is stored as b"", and training with masks replaces the pair.
     """
-    row = {}
+    row, group = {}, cells.group
     try:
         pair = pair_at(cells._replace(group=group._replace(mask_column="")), position)
         row["edit_prompt"] = pair.instruction
-        time_ids = decode_pair(pair, out, resample, 0.5, False)
+        time_ids = decode_pair(pair, (original, edited), resample, 0.5, False)
         row[TIME_IDS] = time_ids.tobytes()
         if group.mask_column:
-            row[MASK], mask = b"", np.empty(out[0].shape[:2], np.uint8)
+            row[MASK], mask = b"", np.empty(original.shape[:2], np.uint8)
             pair = pair._replace(mask=image_at(cells, group.mask_column, position))
             place_mask(pair, mask, time_ids, resample, 0.5, False)
             row[MASK] = reduce_mask(mask, factor).tobytes()
@@ -113,83 +115,69 @@ def decode_row(position, out, group, cells, resample, factor):
     return row
 
 
-class LatentWriter:
-    """Writes shards of latents.
+def write_shard(path, groups, metadata, config, encode, batch_size, bar):
+    """Encode a shard; a batch is decoded while the devices encode the previous one.
 
     Args:
+        path, groups, metadata: of missing_shards.
         config: flags of the program.
         encode: of encoder_on.
         batch_size: pairs per call of encode.
         bar: tqdm bar that counts pairs.
     """
+    prompt_type = groups[0].metadata.schema.to_arrow_schema().field(groups[0].columns[2]).type
+    text = pa.list_(pa.string()) if "list" in str(prompt_type) else pa.string()
+    stored = metadata.get("sizes")  # (height, width) each
+    sizes = stored or [(config.resolution,) * 2]
+    names = (*LATENT_COLUMNS, *[MASK] * bool(groups[0].mask_column), *[SIZE] * bool(stored))
+    images = dict.fromkeys(("original_image", "edited_image", TIME_IDS, MASK), pa.binary())
+    types = images | {"edit_prompt": text, SIZE: pa.int16()}
+    schema = pa.schema([(name, types[name]) for name in names], {LATENTS: json.dumps(metadata)})
+    factor = sizes[0][0] // np.ravel(metadata["shape"])[0]
+    size_of = np.zeros(sum(group.num_rows for group in groups), int)
+    if len(sizes) > 1:
+        size_of = nearest_sizes(stored_sizes(groups, 1), [size[::-1] for size in sizes])
 
-    def __init__(self, config, encode, batch_size, bar):
-        self.config, self.encode, self.batch_size, self.bar = config, encode, batch_size, bar
-        self.num_bad = 0
+    def decoded_batches(threads):
+        for group in groups:
+            options = dict(resample=config.image_interpolation_mode, factor=factor)
+            decode = partial(decode_row, cells=read_row_group(group), **options)
+            of_group = size_of[group.first_row : group.first_row + group.num_rows]
+            for number, size in enumerate(sizes):
+                of_size = np.flatnonzero(of_group == number).tolist()
+                for start in range(0, len(of_size), batch_size):
+                    positions = of_size[start : start + batch_size]
+                    pixels = np.zeros((2, batch_size, *size, 3), np.uint8)
+                    decoded = list(threads.map(decode, positions, *pixels))
+                    yield group, number, positions, decoded, pixels
 
-    def write(self, path, groups, metadata):
-        """Encode a shard, one row group at a time; metadata: dict to store in the file."""
-        prompt_type = groups[0].metadata.schema.to_arrow_schema().field(groups[0].columns[2]).type
-        text = pa.list_(pa.string()) if "list" in str(prompt_type) else pa.string()
-        stored = metadata.get("sizes")  # (height, width) each
-        sizes = stored or [(self.config.resolution,) * 2]
-        names = (*LATENT_COLUMNS, *[MASK] * bool(groups[0].mask_column), *[SIZE] * bool(stored))
-        images = dict.fromkeys(("original_image", "edited_image", TIME_IDS, MASK), pa.binary())
-        types = images | {"edit_prompt": text, SIZE: pa.int16()}
-        schema = pa.schema([(name, types[name]) for name in names], {LATENTS: json.dumps(metadata)})
-        factor = sizes[0][0] // np.ravel(metadata["shape"])[0]
-        size_of = np.zeros(sum(group.num_rows for group in groups), int)
-        if len(sizes) > 1:
-            size_of = nearest_sizes(stored_sizes(groups, 1), [size[::-1] for size in sizes])
-        threads = ThreadPoolExecutor(self.config.dataloader_num_workers or num_usable_cores())
-
-        def save(unfinished):
-            with pq.ParquetWriter(unfinished, schema, compression="none") as writer, threads:
-                for group in groups:
-                    of_group = size_of[group.first_row : group.first_row + group.num_rows]
-                    rows = self._encode_group(group, of_group, sizes, threads, factor)
-                    writer.write_table(pa.Table.from_pylist(rows, schema), row_group_size=len(rows))
-
-        save_whole(path, save, shared=True)
-
-    def _encode_group(self, group, size_of, sizes, threads, factor):
-        """The rows of a row group; a batch is decoded while the devices encode the previous one."""
-        cells, rows, in_flight = read_row_group(group), [None] * group.num_rows, None
-        options = group, cells, self.config.image_interpolation_mode, factor
-        for number, size in enumerate(sizes):
-            of_size = np.flatnonzero(size_of == number).tolist()
-            for start in range(0, len(of_size), self.batch_size):
-                positions = of_size[start : start + self.batch_size]
-                pixels = np.zeros((2, self.batch_size, *size, 3), np.uint8)
-                decoded = [
-                    threads.submit(decode_row, position, tuple(pixels[:, i]), *options)
-                    for i, position in enumerate(positions)
-                ]
-                decoded = [future.result() for future in decoded]
-                if in_flight:
-                    self._store(rows, *in_flight)
-                in_flight = positions, number, decoded, self.encode(*pixels)
-        self._store(rows, *in_flight)
-        return rows
-
-    def _store(self, rows, positions, size, decoded, encoded):
-        """Wait for a batch and put its rows, dicts, into rows."""
-        originals, edited = map(np.asarray, encoded)
-        self.bar.update(len(decoded))
-        for i, row in enumerate(decoded):
-            if TIME_IDS in row:
-                row["original_image"] = originals[i].tobytes()
-                row["edited_image"] = edited[i].tobytes()
-            else:
-                self.num_bad += 1
-            rows[positions[i]] = row | {SIZE: size}
-        limit = self.config.max_bad_fraction
-        if self.num_bad > limit * max(self.bar.n, MIN_ROWS_FOR_BAD_FRACTION):
-            raise ValueError(
-                f"{self.num_bad} of the first {self.bar.n} pairs of "
-                f"{', '.join(self.config.train_data_dir)} cannot be used, more than "
-                f"--max_bad_fraction {limit} allows"
+    def save(unfinished):
+        rows, num_done, num_bad = {}, 0, 0  # rows: of the row group, by position
+        pool = ThreadPoolExecutor(config.dataloader_num_workers or num_usable_cores())
+        with pq.ParquetWriter(unfinished, schema, compression="none") as writer, pool:
+            batches = run_ahead(
+                decoded_batches(pool), lambda batch: encode(*batch[-1]), lambda _, arrays: arrays
             )
+            for (group, number, positions, decoded, _), arrays, _ in batches:
+                for position, row, *latents in zip(positions, decoded, *map(np.asarray, arrays)):
+                    if TIME_IDS in row:
+                        row |= dict(zip(LATENT_COLUMNS, (x.tobytes() for x in latents)))
+                    num_bad += TIME_IDS not in row
+                    rows[position] = row | {SIZE: number}
+                bar.update(len(positions))
+                num_done += len(positions)
+                limit = config.max_bad_fraction
+                if num_bad > limit * max(num_done, MIN_ROWS_FOR_BAD_FRACTION):
+                    raise ValueError(
+                        f"{num_bad} of the first {num_done} pairs of {groups[0].path} cannot be "
+                        f"used, more than --max_bad_fraction {limit} allows"
+                    )
+                if len(rows) == group.num_rows:
+                    table = pa.Table.from_pylist([rows[i] for i in sorted(rows)], schema)
+                    writer.write_table(table, row_group_size=len(rows))
+                    rows.clear()
+
+    save_whole(path, save, shared=True)
 
 
 def latent_dirs(train_data_dirs, output_dir):
@@ -228,27 +216,31 @@ def open_images(config, train_data_dir, columns, output_dir, overwrite):
         groups = [group for group in groups if group.path in selected]
     if (sizes := chosen_sizes(config)) is None:
         return groups, None
-    pairs = StoredPairs(
-        train_data_dir,
-        columns,
-        Transform(config.resolution, sizes, random_crop=False),
-        all_processes(),
-        Reading(max_rows=config.max_train_samples, num_threads=config.dataloader_num_workers),
-    )
-    pairs.choose_sizes(max(1, config.train_batch_size // jax.process_count()))
     if existing and not overwrite:
         stored = {(w, h) for h, w in stored_settings(existing[0]).get("sizes", ())}
         if stored and stored <= {*sizes}:
             return groups, tuple(size for size in sizes if size in stored)
-    return groups, pairs.decoding.sizes
+    transform = Transform(config.resolution, sizes, random_crop=False)
+    reading = Reading(config.max_train_samples, num_threads=config.dataloader_num_workers)
+    pairs = StoredPairs(train_data_dir, columns, transform, all_processes(), reading)
+    pairs.choose_sizes(max(1, config.train_batch_size // jax.process_count()))
+    return groups, pairs.sizes
 
 
-def missing_shards(config, output_dir, groups, sizes, vae, params, overwrite):
-    """Prepare output_dir; return the shards to write, [(path, its row groups, its metadata)]."""
+def missing_shards(config, groups, sizes, output_dir, vae, checksum, overwrite):
+    """The shards of latents that output_dir lacks, [(path, its row groups, its metadata)].
+
+    Args:
+        config, output_dir, overwrite: as for write_latents.
+        groups, sizes: of open_images.
+        vae, checksum: module and tree_checksum of its parameters.
+
+    Raises:
+        ValueError: a shard was made with other settings.
+    """
     factor = 2 ** (len(vae.block_out_channels) - 1)
-    check_resolution(config, factor)
     settings = {
-        "vae": f"{tree_checksum(params):08x}",
+        "vae": f"{checksum:08x}",
         "mixed_precision": "bf16" if vae.dtype == jnp.bfloat16 else "no",  # of the VAE
         "resolution": config.resolution,
         "image_interpolation_mode": config.image_interpolation_mode,
@@ -270,19 +262,15 @@ def missing_shards(config, output_dir, groups, sizes, vae, params, overwrite):
         }
         if first.mask_column:  # latents with masks also serve runs that read none
             metadata["mask_column"] = first.mask_column
-        if latent_path.exists():
-            different = differences(stored_settings(latent_path), metadata)
-            if not different:
-                continue
-            if not overwrite:
-                raise ValueError(
-                    f"{latent_path} was made with other settings ({'; '.join(different)}); name "
-                    "another directory, or replace it: cache_latents.py --overwrite_output_dir"
-                )
-        missing.append((latent_path, shard_groups, metadata))
-    output_dir.mkdir(parents=True, exist_ok=True)
-    for path, _, _ in missing:
-        path.unlink(missing_ok=True)
+        stored = stored_settings(latent_path) if latent_path.exists() else {}
+        different = differences(stored, metadata)
+        if stored and different and not overwrite:
+            raise ValueError(
+                f"{latent_path} was made with other settings ({'; '.join(different)}); name "
+                "another directory, or replace it: cache_latents.py --overwrite_output_dir"
+            )
+        if different:
+            missing.append((latent_path, shard_groups, metadata))
     return missing
 
 
@@ -309,19 +297,20 @@ def write_latents(config, output_dir, columns, batch_size=None, overwrite=False)
     """
     sources = config.train_data_dir
     check_sets(sources, sizes=chosen_sizes(config))
-    output_dirs = [Path(folder) for folder in latent_dirs(sources, output_dir)]
+    folders = [Path(folder) for folder in latent_dirs(sources, output_dir)]
     sets = [  # before the VAE is loaded
-        (folder, *open_images(config, source, of_source, folder, overwrite))
-        for source, of_source, folder in zip(
-            sources, columns_of_sets(sources, columns), output_dirs
-        )
+        (*open_images(config, source, of_source, folder, overwrite), folder)
+        for source, of_source, folder in zip(sources, columns_of_sets(sources, columns), folders)
     ]
     vae, params = load_vae(config, mixed_precision_dtype(config), is_sdxl(config))
-    missing = []
+    check_resolution(config, 2 ** (len(vae.block_out_channels) - 1))
+    checksum, missing = tree_checksum(params), []
     for one_set in sets:
-        missing += missing_shards(config, *one_set, vae, params, overwrite)
+        missing += missing_shards(config, *one_set, vae, checksum, overwrite)
     if not missing:
         return
+    for path, _, _ in missing:
+        path.unlink(missing_ok=True)
     devices = jax.local_devices()
     sizes_of_groups = [[group.num_rows for group in groups] for _, groups, _ in missing]
     per_device = batch_size or max(1, PIXELS_PER_BATCH // config.resolution**2)
@@ -329,13 +318,13 @@ def write_latents(config, output_dir, columns, batch_size=None, overwrite=False)
     batch_size = min(per_device, largest_group) * len(devices)
     # Processes that share output_dir start at different shards and skip existing ones.
     first = jax.process_index() * len(missing) // jax.process_count()
+    encode = encoder_on(devices, vae, params)
     with tqdm(total=sum(map(sum, sizes_of_groups)), desc="encoding", unit="pair") as bar:
-        writer = LatentWriter(config, encoder_on(devices, vae, params), batch_size, bar)
         for path, groups, metadata in missing[first:] + missing[:first]:
             if path.exists():
                 bar.update(sum(group.num_rows for group in groups))
             else:
-                writer.write(path, groups, metadata)
+                write_shard(path, groups, metadata, config, encode, batch_size, bar)
 
 
 def check_vae(dataset, vae_params, config):

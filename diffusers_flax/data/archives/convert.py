@@ -31,19 +31,15 @@ from diffusers_flax.data.faults import FaultFinder, measure
 from diffusers_flax.data.known_sets import find_set, forbids
 from diffusers_flax.data.shards import UNFINISHED_DIR
 from diffusers_flax.data.writing import (
-    COPIES,
-    HELD_OUT,
     HELD_OUT_DIRS,
-    HELD_OUT_LIST,
     IMAGE,
     MANIFEST,
     SCHEMA,
-    SHARDS,
     ShardWriter,
-    check_directory,
+    check_directories,
     choose_held_out,
     image_suffix,
-    move_when_complete,
+    own_shards,
     read_manifest,
     write_held_out,
 )
@@ -98,10 +94,7 @@ def convert_archives(path: Path, output_dir: Path, options: PairsFlags) -> str:
     if state and not state["files"]:
         remove(unfinished)
     if not state.get("files") or state["conversion"] != conversion:
-        check_directory("output_dir", output_dir, options.overwrite_output_dir)
-        if options.num_held_out:
-            held_out_dir = Path(options.held_out_dir)
-            check_directory("held_out_dir", held_out_dir, options.overwrite_output_dir)
+        check_directories(output_dir, options)
         unfinished.mkdir(parents=True)
         state = {"conversion": conversion, "files": [], "next": 0}
         save(state, unfinished)
@@ -157,9 +150,9 @@ def convert(source: Source, output_dir: Path, options: PairsFlags, state: dict) 
         raise ValueError(f"--pairs {source.root}: no pair is left, so there is no shard")
 
     new = {file["file"] for file in state["files"]}
-    old = {file["file"] for file in read_manifest(output_dir).get("files", ())}
-    for name in (old | {file.name for file in output_dir.glob(SHARDS)}) - new:
-        remove(output_dir / name)
+    for file in own_shards(output_dir):
+        if file.name not in new:
+            remove(file)
     for name in new:
         if (unfinished / name).exists():  # else an interrupted start has moved it
             (unfinished / name).rename(output_dir / name)
@@ -229,9 +222,7 @@ def hold_out(
 
     held_out_dir = Path(options.held_out_dir)
     remove(held_out_dir / UNFINISHED_DIR)  # of a start that was killed here
-    with move_when_complete(held_out_dir, HELD_OUT) as temporary:
-        number = write_held_out(images_and_texts(), temporary)
-    return f"held out    {number} pairs: {held_out_dir / HELD_OUT_LIST}; {COPIES}"
+    return write_held_out(images_and_texts(), held_out_dir)
 
 
 def write_pairs(

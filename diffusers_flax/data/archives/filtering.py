@@ -9,7 +9,6 @@ import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -36,18 +35,10 @@ from diffusers_flax.data.shards import (
     read_row_group,
 )
 from diffusers_flax.data.writing import (
-    COPIES,
-    HELD_OUT,
-    HELD_OUT_LIST,
-    MANIFEST,
-    SHARDS,
-    ShardWriter,
-    check_directory,
+    check_directories,
     choose_held_out,
     image_suffix,
-    move_when_complete,
-    number_shards,
-    write_held_out,
+    write_set,
 )
 
 SCORES = {  # columns of each threshold; the least of them counts
@@ -76,13 +67,11 @@ def filter_shards(source: Path, output_dir: Path, choice: PairsFlags) -> str:
         ValueError: shards are missing, damaged, of different columns or without scores; no row is
             left; a directory is not empty. Nothing is written in these cases.
     """
-    folders, held_out_dir = {"output_dir": output_dir}, Path(choice.held_out_dir)
-    if choice.num_held_out:
-        folders["held_out_dir"] = held_out_dir
-    for flag, folder in folders.items():
-        if folder.resolve().is_relative_to(source.resolve()):
+    for flag in ("output_dir", "held_out_dir"):
+        folder = getattr(choice, flag)
+        if folder and Path(folder).resolve().is_relative_to(source.resolve()):
             raise ValueError(f"--{flag} {folder} is also --pairs, or in it; name another")
-        check_directory(flag, folder, choice.overwrite_output_dir)
+    check_directories(output_dir, choice)
     shards = open_local_shards(source, "--pairs")
     schemas = [metadata.schema.to_arrow_schema() for _, metadata in shards]
     for (path, _), schema in zip(shards, schemas):
@@ -101,7 +90,7 @@ def filter_shards(source: Path, output_dir: Path, choice: PairsFlags) -> str:
                 "directory of make_pairs.py"
             )
         kept, lines = find_good([path for path, _ in shards], choice)
-    held_out = kept[:0]
+    groups, held_out = [], kept[:0]
     if choice.drop or choice.num_held_out:
         mask = find_mask_column(schemas[0], source, missing_ok=True) or None
         groups = list_row_groups(str(source), Columns(mask=mask), "--pairs")
@@ -109,18 +98,11 @@ def filter_shards(source: Path, output_dir: Path, choice: PairsFlags) -> str:
         lines += more
     if not len(kept):
         raise ValueError(f"--pairs {source}: no pair is left ({', '.join(lines)})")
-    with ExitStack() as stack:
-        folder = stack.enter_context(move_when_complete(output_dir, (SHARDS, MANIFEST)))
-        copy_rows(shards, kept, folder)
-        number = number_shards(folder)
-        if choice.num_held_out:
-            folder = stack.enter_context(move_when_complete(held_out_dir, HELD_OUT))
-            write_held_out(images_and_texts(groups, held_out), folder)
-            lines.append(
-                f"held out {len(held_out)} pairs: {held_out_dir / HELD_OUT_LIST}; {COPIES}"
-            )
+    rows, schema = rows_of(shards, kept), schemas[0].remove_metadata()
+    held_out = images_and_texts(groups, held_out)
+    number, more = write_set(rows, schema, held_out, output_dir, choice)
     head = f"wrote {len(kept)} of {num_rows} pairs to {output_dir} (shards: {number})"
-    return "\n            ".join([head, *lines])
+    return "\n            ".join([head, *lines, *more])
 
 
 def are_shards(folder: Path) -> bool:
@@ -139,18 +121,18 @@ def read_columns(files: list[Path], names: list[str] | None = None) -> pa.Table:
     return pa.concat_tables(tables)
 
 
-def copy_rows(shards: list[tuple[Path, pq.FileMetaData]], kept: np.ndarray, folder: Path) -> None:
-    """Write rows of shards to new ones; kept: numbers of rows of all shards, in order."""
-    is_kept = np.zeros(sum(metadata.num_rows for _, metadata in shards), bool)
+def rows_of(
+    shards: list[tuple[Path, pq.FileMetaData]], kept: np.ndarray
+) -> Iterator[tuple[dict, int]]:
+    """Rows of shards with their sizes; kept: numbers of rows of all shards, in order."""
+    is_kept, first = np.zeros(sum(metadata.num_rows for _, metadata in shards), bool), 0
     is_kept[kept] = True
-    schema, first = shards[0][1].schema.to_arrow_schema().remove_metadata(), 0
-    with ShardWriter(folder, schema) as writer:
-        for path, metadata in tqdm(shards, "copying", unit="shard", disable=None):
-            chosen = pa.array(is_kept[first : first + metadata.num_rows])
-            first += metadata.num_rows
-            for batch in read_columns([path]).filter(chosen).to_batches(BATCH_ROWS):
-                for row in batch.to_pylist():
-                    writer.add(row, batch.nbytes // batch.num_rows)
+    for path, metadata in tqdm(shards, "copying", unit="shard", disable=None):
+        chosen = pa.array(is_kept[first : first + metadata.num_rows])
+        first += metadata.num_rows
+        for batch in read_columns([path]).filter(chosen).to_batches(BATCH_ROWS):
+            for row in batch.to_pylist():
+                yield row, batch.nbytes // batch.num_rows
 
 
 def find_good(files: list[Path], choice: PairsFlags) -> tuple[np.ndarray, list[str]]:
