@@ -28,28 +28,23 @@ SIZE_READERS = 4  # threads at most; each holds the images of a row group
 FOOTER_BYTES = 1 << 16  # at the end of a shard, for its checksum
 
 
-def side_step(resolution: int) -> int:
-    """The divisor of buckets' sides: 64, at low resolutions a smaller power of two."""
-    return min(MAX_STEP, 1 << max(0, (resolution // 4).bit_length() - 1))
-
-
 def bucket_sizes(resolution: int, texts: tuple[str, ...] | None) -> tuple[tuple[int, int], ...]:
     """The sizes of --aspect_ratio_buckets, from the tallest to the widest.
 
-    By default, every multiple of `side_step` is a shorter side. Its longer side is the largest with
-    at most resolution² pixels, up to an aspect ratio of MAX_BUCKET_ASPECT. Sizes are upright and
-    lying.
+    Sides are multiples of 64, at low resolutions of a smaller power of two. By default, every
+    multiple is a shorter side. Its longer side is the largest with at most resolution² pixels, up
+    to an aspect ratio of MAX_BUCKET_ASPECT. Sizes are upright and lying.
 
     Args:
         resolution: --resolution.
         texts: sizes as WIDTHxHEIGHT; (): the default sizes; None: only the square.
 
     Raises:
-        ValueError: a text is no size, or a side is no multiple of `side_step`.
+        ValueError: a text is no size, or a side is no such multiple.
     """
     if texts is None:
         return ((resolution, resolution),)
-    step = side_step(resolution)
+    step = min(MAX_STEP, 1 << max(0, (resolution // 4).bit_length() - 1))
     if not texts:
         check_side(f"--resolution {resolution}", resolution, step)
         shorts = range(step, resolution + 1, step)
@@ -74,12 +69,6 @@ def check_side(named: str, side: int, step: int) -> None:
         below = side // step * step
         near = " or ".join(str(n) for n in (below, below + step) if n)
         raise ValueError(f"{named} is not a multiple of {step}; try {near}")
-
-
-def check_sides(size: tuple[int, int], step: int) -> None:
-    """Raise a ValueError unless both sides of a bucket are multiples of step."""
-    for side in size:
-        check_side(f"{BUCKETS} {size_name(size)}: {side}", side, step)
 
 
 def size_name(size: tuple[int, int]) -> str:

@@ -19,10 +19,10 @@ from diffusers_flax.data.options import Columns, Processes, Reading, Transform
 from diffusers_flax.data.reading import (
     Epoch,
     StoredPairs,
-    check_same_stream,
     decode_batches,
     stream_settings,
 )
+from diffusers_flax.messages import differences
 
 # Parts of an epoch, at most. A process holds a window of row groups in memory for each part that it
 # reads. Fewer parts need less memory in one process; with many processes, more mean less reading.
@@ -177,7 +177,8 @@ class ParquetImagePairs(StoredPairs):
         Raises:
             ValueError: the state belongs to another stream; names all differences.
         """
-        check_same_stream(state, self._stream_identity)
+        if different := differences(state, self._stream_identity):
+            raise ValueError(f"cannot resume the data: {'; '.join(different)}")
         self.set_step(state["epoch"] * len(self) + state["batch"])
 
     def __iter__(self) -> Iterator[dict]:

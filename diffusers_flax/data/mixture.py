@@ -23,12 +23,12 @@ from diffusers_flax.data.options import Columns, Processes, Reading, Transform
 from diffusers_flax.data.reading import (
     BatchRow,
     StoredPairs,
-    check_same_stream,
     decode_batches,
     stream_settings,
 )
 from diffusers_flax.data.shards import MASK, MASK_COLUMNS, shard_files
 from diffusers_flax.data.streaming import is_remote, list_files, read_footer
+from diffusers_flax.messages import differences
 
 DRAWS_PER_COUNT = 4  # numbers per value of Philox's counter
 STEPS_AT_ONCE = 4096  # in count_draws, to save memory
@@ -184,7 +184,8 @@ class Mixture:
         Raises:
             ValueError: the state belongs to another stream; names all differences.
         """
-        check_same_stream(state, self._stream_identity)
+        if different := differences(state, self._stream_identity):
+            raise ValueError(f"cannot resume the data: {'; '.join(different)}")
         self._step = state["step"]
 
     def __iter__(self) -> Iterator[dict]:

@@ -50,45 +50,37 @@ def texts_of(pair: dict) -> dict[str, str | None]:
     return {name: pair[name] for name in ("edit_prompt", *CAPTIONS)}
 
 
-def find_list(source: Path) -> Path:
-    """The list of --pairs: the file itself, or a directory's file of captions.
+def list_pairs(
+    source: Path, max_pairs: int | None = None
+) -> tuple[Path, list[dict], list[tuple[int, str]]]:
+    """Read a list of pairs without opening images.
+
+    Args:
+        source: .jsonl or .csv file, or a directory with one of CAPTION_FILES and IMAGE_DIRS.
+        max_pairs: read only the first N rows; None: all.
+
+    Returns:
+        (file, pairs, problems): the list, its valid rows, see lists.list_rows, and (line, problem)
+        for each invalid row.
 
     Raises:
-        ValueError: there is no list.
+        ValueError: there is no list, or it has no rows.
     """
-    lists = [source] if source.suffix.lower() in (".jsonl", ".csv") else []
-    if source.is_dir():
-        lists = [source / name for name in CAPTION_FILES if (source / name).is_file()]
-    if not lists:
+    in_folders = source.is_dir()
+    file = source
+    if in_folders:
+        files = [source / name for name in CAPTION_FILES if (source / name).is_file()]
+        file = next(iter(files), source)
+    if file.suffix.lower() not in (".jsonl", ".csv"):
         raise ValueError(
             f"--pairs {source} must be a .jsonl or .csv file, or a directory with "
             f"{'/, '.join(IMAGE_DIRS.values())}/ and {' or '.join(CAPTION_FILES)}"
         )
-    return lists[0]
-
-
-def list_pairs(
-    file: Path, in_folders: bool, max_pairs: int | None = None
-) -> tuple[list[dict], list[tuple[int, str]]]:
-    """Read a list of pairs without opening images.
-
-    Args:
-        file: .jsonl or .csv file.
-        in_folders: whether the images are in original/ and edited/, in the directory of file.
-        max_pairs: read only the first N rows; None: all.
-
-    Returns:
-        (pairs, problems): the valid rows, see lists.list_rows, and (line, problem) for each invalid
-        row.
-
-    Raises:
-        ValueError: the file is not a list or has no rows.
-    """
     required = (*(["file_name"] if in_folders else IMAGES), "edit_prompt")
     optional = (*CAPTIONS, "mask")
     rows, problems = list_rows(f"--pairs {file}", file, required, optional, max_pairs)
     if not in_folders:
-        return rows, problems
+        return file, rows, problems
     for key, name in IMAGE_DIRS.items():
         files = sorted((file.parent / name).glob("[!.]*"))
         counts = Counter(path.stem for path in files)
@@ -99,7 +91,7 @@ def list_pairs(
             row[key] = images.get(given) or images.get(Path(given).stem)
             if not row[key]:
                 problems.append((row["line"], f"no or several images in {name}/ are named {given}"))
-    return [row for row in rows if all(row[key] for key in IMAGE_DIRS)], problems
+    return file, [row for row in rows if all(row[key] for key in IMAGE_DIRS)], problems
 
 
 def check_pair(pair: Pair, names: tuple[str, str] = IMAGE_NAMES) -> None:
@@ -148,8 +140,7 @@ def write_pairs(source: Path, output_dir: Path, options) -> str:
             is not empty or not writable. Nothing is written in these cases.
     """
     check_directories(output_dir, options)
-    file = find_list(source)
-    pairs, problems = list_pairs(file, source.is_dir(), options.max_pairs)
+    file, pairs, problems = list_pairs(source, options.max_pairs)
     with ThreadPool(num_usable_cores()) as pool:  # exits at once on Ctrl-C
         found = pool.imap(problem_of, pairs, chunksize=4)
         bar = tqdm(found, "checking images", len(pairs), unit="pair", disable=None)

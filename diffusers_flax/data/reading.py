@@ -35,7 +35,6 @@ from diffusers_flax.data.shards import (
     take_first_rows,
 )
 from diffusers_flax.data.streaming import is_remote
-from diffusers_flax.messages import differences
 
 MIN_ROWS_FOR_BAD_FRACTION = 1000  # max_bad_fraction is tested as if at least this many were read
 STREAMED_AHEAD = 4  # row groups of streamed shards that are read ahead, at the same time
@@ -344,14 +343,3 @@ def stream_settings(transform: Transform, reading: Reading) -> dict:
         "resample": transform.resample,
         "max_rows": reading.max_rows,
     }
-
-
-def check_same_stream(state: dict, identity: dict) -> None:
-    """Raise a ValueError that names all differences if a saved state is of another stream.
-
-    Args:
-        state: of state_dict.
-        identity: settings and data of this stream.
-    """
-    if different := differences(state, identity):
-        raise ValueError(f"cannot resume the data: {'; '.join(different)}")

@@ -8,8 +8,9 @@ The schema is the one of timbrooks/instructpix2pix-clip-filtered.
 
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -47,63 +48,44 @@ COPIES = (
 )
 
 
-class ShardWriter:
-    """Writes rows to shards; a context that writes what is left at the end.
+def write_shards(
+    rows: Iterable[tuple[dict, int]],
+    folder: Path,
+    schema: pa.Schema,
+    name: str = "{:05d}.parquet",
+    number: int = 0,
+) -> Iterator[tuple[Path, int]]:
+    """Write rows to shards.
 
     Args:
+        rows: each with its size in bytes.
         folder: for the shards.
         schema: of the rows.
         name: of a shard, with a place for its number.
-        finished: called with the file and the number of rows of each shard that is complete.
+        number: of the first shard.
+
+    Yields:
+        (file, number of rows) of each shard, when it is complete.
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        schema: pa.Schema,
-        name: str = "{:05d}.parquet",
-        finished: Callable[[Path, int], None] = lambda file, num_rows: None,
-    ):
-        self._folder, self._schema, self._name, self._finished = folder, schema, name, finished
-        self.number = 0  # of the next shard, or of the one that is begun
-        self._rows, self._group_bytes = [], 0  # that are not written
-        self._writer, self._num_rows, self._shard_bytes = None, 0, 0
-
-    def __enter__(self) -> "ShardWriter":
-        return self
-
-    def __exit__(self, error_class, error, trace) -> None:
-        if not error and self._rows:
-            self._write_group()
-            self._close_shard()
-
-    def add(self, row: dict, num_bytes: int) -> None:
-        """Add a row; num_bytes: its size."""
-        is_full = len(self._rows) == ROW_GROUP_ROWS
-        if self._rows and (is_full or self._group_bytes + num_bytes > ROW_GROUP_BYTES):
-            self._write_group()
-            if self._shard_bytes + num_bytes > SHARD_BYTES:
-                self._close_shard()
-        self._rows.append(row)
-        self._group_bytes += num_bytes
-        self._shard_bytes += num_bytes
-
-    def _write_group(self) -> None:
-        if not self._writer:
-            self._file = self._folder / self._name.format(self.number)
-            options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
-            self._writer = pq.ParquetWriter(self._file, self._schema, **options)
-        with naming_full_disk(self._file):
-            self._writer.write_table(pa.Table.from_pylist(self._rows, self._schema))
-        self._num_rows += len(self._rows)
-        self._rows, self._group_bytes = [], 0
-
-    def _close_shard(self) -> None:
-        with naming_full_disk(self._file):
-            self._writer.close()
-        num_rows, self._num_rows = self._num_rows, 0
-        self._writer, self._shard_bytes, self.number = None, 0, self.number + 1
-        self._finished(self._file, num_rows)
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    writer, group, group_bytes, shard_bytes, num_rows = None, [], 0, 0, 0
+    for row, num_bytes in chain(rows, [(None, 0)]):
+        is_end = row is None
+        is_full = len(group) == ROW_GROUP_ROWS or group_bytes + num_bytes > ROW_GROUP_BYTES
+        if group and (is_full or is_end):
+            file = folder / name.format(number)
+            writer = writer or pq.ParquetWriter(file, schema, **options)
+            with naming_full_disk(file):
+                writer.write_table(pa.Table.from_pylist(group, schema))
+                num_rows, group, group_bytes = num_rows + len(group), [], 0
+                if is_end or shard_bytes + num_bytes > SHARD_BYTES:
+                    writer.close()
+            if is_end or shard_bytes + num_bytes > SHARD_BYTES:
+                yield file, num_rows
+                writer, shard_bytes, num_rows, number = None, 0, 0, number + 1
+        group.append(row)
+        group_bytes += num_bytes
+        shard_bytes += num_bytes
 
 
 def image_cell(path: Path) -> dict:
@@ -132,10 +114,7 @@ def write_set(
     """
     replaced = (MANIFEST, *(file.name for file in own_shards(output_dir)))
     with move_when_complete(output_dir, replaced) as folder:
-        with ShardWriter(folder, schema) as writer:
-            for row, num_bytes in rows:
-                writer.add(row, num_bytes)
-        files = sorted(folder.glob("*.parquet"))
+        files = [file for file, _ in write_shards(rows, folder, schema)]
         for number, file in enumerate(files):
             file.rename(folder / f"train-{number:05d}-of-{len(files):05d}.parquet")
         held_out_dir = Path(options.held_out_dir)

@@ -52,7 +52,10 @@ def add_lora(params, rank, alpha, target_modules, fully_trained=("conv_in",), se
             trained[name] = x
             continue
         frozen[name] = x
-        targets = targets_of(module, target_modules) if leaf == "kernel" else set()
+        bias, _ = flax_to_torch(f"{module}/bias", None)
+        targets = {
+            x for x in target_modules if leaf == "kernel" and f".{bias}".endswith(f".{x}.bias")
+        }
         unused -= targets
         if not targets:
             continue
@@ -69,12 +72,6 @@ def add_lora(params, rank, alpha, target_modules, fully_trained=("conv_in",), se
             "ff.net.0.proj, ff.net.2, conv1 and conv2"
         )
     return unflatten_dict(trained, sep="/"), unflatten_dict(frozen, sep="/")
-
-
-def targets_of(module, target_modules):
-    """The set of target modules that a layer belongs to; module: its name in the Flax tree."""
-    name, _ = flax_to_torch(f"{module}/bias", None)
-    return {target for target in target_modules if f".{name}".endswith(f".{target}.bias")}
 
 
 def fold_lora(name, x, trained, rank, alpha):

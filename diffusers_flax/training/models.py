@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.data.buckets import bucket_sizes, check_side, check_sides
+from diffusers_flax.data.buckets import BUCKETS, bucket_sizes, check_side, size_name
 from diffusers_flax.devices.precision import warn_if_slow
 from diffusers_flax.loading.configs import ConfigMixin
 from diffusers_flax.loading.directories import has_component, read_index
@@ -423,4 +423,5 @@ def check_resolution(config, factor):
     """
     check_side(flag(config, "resolution"), config.resolution, factor)
     for size in bucket_sizes(config.resolution, config.aspect_ratio_buckets):
-        check_sides(size, factor)
+        for side in size:
+            check_side(f"{BUCKETS} {size_name(size)}: {side}", side, factor)

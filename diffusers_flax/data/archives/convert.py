@@ -35,13 +35,13 @@ from diffusers_flax.data.writing import (
     IMAGE,
     MANIFEST,
     SCHEMA,
-    ShardWriter,
     check_directories,
     choose_held_out,
     image_suffix,
     own_shards,
     read_manifest,
     write_held_out,
+    write_shards,
 )
 from diffusers_flax.loading.files import remove, write_text
 from diffusers_flax.messages import first_names
@@ -266,18 +266,10 @@ def write_pairs(
             return "its original image is held out"
         return ""
 
-    def note_shard(file: Path, num_rows: int) -> None:
-        with open(file, "rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        entry = {"file": file.name, "size": file.stat().st_size, "sha256": digest}
-        state["files"].append(entry | {"rows": num_rows})
-        save(state, unfinished)
-
-    rows = read_pairs(source, pairs[first:])
-    rows = tqdm(rows, "writing shards", len(pairs), unit="pair", initial=first, disable=None)
-    with ShardWriter(unfinished, schema, stem + "-{:05d}.parquet", note_shard) as writer:
-        writer.number = len(state["files"])
-        for number, (planned, row) in enumerate(rows, start=first):
+    def rows() -> Iterator[tuple[dict, int]]:
+        found = read_pairs(source, pairs[first:])
+        bar = tqdm(found, "writing shards", len(pairs), unit="pair", initial=first, disable=None)
+        for number, (planned, row) in enumerate(bar, start=first):
             is_damaged = isinstance(row, ValueError)
             reason = "damaged" if is_damaged else reason_against(row)
             if number < start:
@@ -291,5 +283,13 @@ def write_pairs(
             cells = (row[f"{role}_image"] for role in IMAGES)
             num_bytes = sum(len(cell["bytes"]) for cell in cells if cell)
             texts = row["edit_prompt"]
-            writer.add(row | {"edit_prompt": texts if has_lists else texts[0]}, num_bytes)
+            yield row | {"edit_prompt": texts if has_lists else texts[0]}, num_bytes
         state["next"] = len(pairs)
+
+    name = stem + "-{:05d}.parquet"
+    for file, num_rows in write_shards(rows(), unfinished, schema, name, len(state["files"])):
+        with open(file, "rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        entry = {"file": file.name, "size": file.stat().st_size, "sha256": digest}
+        state["files"].append(entry | {"rows": num_rows})
+        save(state, unfinished)
