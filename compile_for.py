@@ -72,7 +72,6 @@ from diffusers_flax.training.flags import (
 )
 from diffusers_flax.training.lora import add_lora
 from diffusers_flax.training.models import (
-    check_models,
     encode_text,
     lora_options,
     mixed_precision_dtype,
@@ -118,7 +117,6 @@ def training_model_shapes(config):
     """
     dtype = mixed_precision_dtype(config)
     models = open_modules(config, dtype)
-    check_models(config, models)
     unet = models.unet.clone(gradient_checkpointing=config.gradient_checkpointing)
     vae, encoders = models.vae, models.text_encoder
     first = encoders[0] if isinstance(encoders, tuple) else encoders

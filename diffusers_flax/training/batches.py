@@ -12,7 +12,6 @@ from diffusers_flax.data.options import Columns, Reading, Transform
 from diffusers_flax.training.flags import check_schedules, chosen_columns, chosen_sizes
 from diffusers_flax.training.latents import latent_dirs, write_latents
 from diffusers_flax.training.models import (
-    check_models,
     is_sdxl,
     mixed_precision_dtype,
     open_modules,
@@ -28,8 +27,7 @@ def open_dataset(config):
     directories = config.train_data_dir
     columns = chosen_columns(config, masks=config.mask_loss_weight != 1)
     if config.cache_latents:
-        # before hours of encoding
-        check_models(config, open_modules(config, mixed_precision_dtype(config)))
+        open_modules(config, mixed_precision_dtype(config))  # errors before hours of encoding
         write_latents(config, config.cache_latents, columns)
         wait_for_all("latents are cached")
         directories = latent_dirs(config.train_data_dir, config.cache_latents)

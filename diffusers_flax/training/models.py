@@ -156,7 +156,7 @@ def load_models(config, dtype: Any):
         is_frozen_kernel = is_lora and x.ndim > 1 and not name.startswith("conv_in/")
         return x.astype(dtype if is_frozen_kernel else np.float32, copy=False)
 
-    check_models(config, open_modules(config, dtype))  # before gigabytes are read
+    open_modules(config, dtype)  # errors before gigabytes are read
     unet, params = FlaxUNet2DConditionModel.from_pretrained(
         config.unet_model_name_or_path, dtype=dtype, convert=to_unet
     )
@@ -201,30 +201,53 @@ def load_models(config, dtype: Any):
 
 
 def open_modules(config, dtype):
-    """Build the modules of a run from their config files, without weights: Models.
+    """Build the modules of a run from their config files, without weights, and check them: Models.
 
     Args and Raises as for load_models.
     """
-    source, revision = config.pretrained_model_name_or_path, config.revision
+    source, revision, is_xl = config.pretrained_model_name_or_path, config.revision, is_sdxl(config)
 
     def open_module(cls, path, **place):
         content = ConfigMixin.load_config(path, **place)
         getattr(cls, "module_class", cls).check_class(content, f"{path}/config.json")
         return cls.from_config(content, dtype=dtype)
 
-    unet = open_module(FlaxUNet2DConditionModel, config.unet_model_name_or_path)
+    unet_source = config.unet_model_name_or_path
+    unet = open_module(FlaxUNet2DConditionModel, unet_source)
     if config.pretrained_vae_model_name_or_path:
         vae = open_module(FlaxAutoencoderKL, config.pretrained_vae_model_name_or_path)
     else:
         vae = open_module(FlaxAutoencoderKL, source, subfolder="vae", revision=revision)
     encoders = tuple(
         open_module(cls, source, subfolder=f"text_encoder{suffix}", revision=revision)
-        for suffix, cls in TEXT_ENCODERS[: 1 + is_sdxl(config)]
+        for suffix, cls in TEXT_ENCODERS[: 1 + is_xl]
     )
     schedule = FlaxDDPMScheduler.load_config(source, subfolder="scheduler", revision=revision)
     scheduler, _ = training_scheduler(schedule, source)
     open_sampler(schedule, source)  # raises an error if unsupported
-    return Models(unet, vae, encoders if len(encoders) > 1 else encoders[0], scheduler)
+    features = [sum(encoder.module.hidden_size for encoder in encoders), None]
+    if is_xl:  # of pooled text and time ids
+        features[1] = encoders[1].module.projection_dim + 6 * (unet.addition_time_embed_dim or 0)
+    if features != [unet.cross_attention_dim, unet.projection_class_embeddings_input_dim]:
+        raise ValueError(
+            f"the UNet in {unet_source} does not fit the text encoders of {source}; take both from "
+            "the same model"
+        )
+    if scheduler.config.prediction_type == "sample":
+        raise ValueError(
+            f"the scheduler of {source} has prediction_type sample; use a model with epsilon or "
+            "v_prediction"
+        )
+    if unet.in_channels != 2 * vae.latent_channels:
+        raise ValueError(
+            f"the UNet in {unet_source} has {unet.in_channels} input channels, InstructPix2Pix "
+            f"needs {2 * vae.latent_channels}; widen it with create_modified_unet.py"
+        )
+    check_vae_family(config.pretrained_vae_model_name_or_path or source, vae, is_xl)
+    pixels_per_latent({"unet": unet.config, "vae": vae.config}, config.resolution)
+    factor = 2 ** (len(vae.block_out_channels) + len(unet.block_out_channels) - 2)
+    check_resolution(config, factor)
+    return Models(unet, vae, encoders if is_xl else encoders[0], scheduler)
 
 
 def open_sampler(config, source):
@@ -375,36 +398,6 @@ def tree_checksum(tree):
 
 
 # Checks
-
-
-def check_models(config, models: Models):
-    """Raise a ValueError for models that do not fit together, or a resolution that they refuse."""
-    unet, vae, encoders, *_ = models
-    source, unet_source = config.pretrained_model_name_or_path, config.unet_model_name_or_path
-    is_xl = isinstance(encoders, tuple)
-    encoders = encoders if is_xl else (encoders,)
-    features = [sum(encoder.module.hidden_size for encoder in encoders), None]
-    if is_xl:  # of pooled text and time ids
-        features[1] = encoders[1].module.projection_dim + 6 * (unet.addition_time_embed_dim or 0)
-    if features != [unet.cross_attention_dim, unet.projection_class_embeddings_input_dim]:
-        raise ValueError(
-            f"the UNet in {unet_source} does not fit the text encoders of {source}; take both from "
-            "the same model"
-        )
-    if models.scheduler.config.prediction_type == "sample":
-        raise ValueError(
-            f"the scheduler of {source} has prediction_type sample; use a model with epsilon or "
-            "v_prediction"
-        )
-    if unet.in_channels != 2 * vae.latent_channels:
-        raise ValueError(
-            f"the UNet in {unet_source} has {unet.in_channels} input channels, InstructPix2Pix "
-            f"needs {2 * vae.latent_channels}; widen it with create_modified_unet.py"
-        )
-    check_vae_family(config.pretrained_vae_model_name_or_path or source, vae, is_xl)
-    pixels_per_latent({"unet": unet.config, "vae": vae.config}, config.resolution)
-    factor = 2 ** (len(vae.block_out_channels) + len(unet.block_out_channels) - 2)
-    check_resolution(config, factor)
 
 
 def check_vae_family(source, vae, is_xl):
