@@ -46,11 +46,7 @@ from diffusers_flax.generating.flags import with_defaults, with_single_files, wr
 from diffusers_flax.loading.directories import INDEX_NAME, LORA_FILE
 from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.pipelines.base import pipeline_class
-from diffusers_flax.pipelines.instruct_pix2pix import (
-    EDIT_BRANCHES,
-    edit_branches,
-    guidance_weights,
-)
+from diffusers_flax.pipelines.instruct_pix2pix import EDIT_BRANCHES, edit_branches, guidance_weights
 from diffusers_flax.pipelines.sampling import TEXT_OF_BRANCH
 from diffusers_flax.schedulers.factory import EDM_CLASSES, class_name
 from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, boundary_scalings

@@ -69,12 +69,7 @@ from diffusers_flax.pairing.caption_lists import (
 )
 from diffusers_flax.pairing.maker import PairMaker
 from diffusers_flax.pairing.pair_scores import PairScorer
-from diffusers_flax.pairing.pair_shards import (
-    PairShards,
-    choose_pairs,
-    write_preview,
-    write_report,
-)
+from diffusers_flax.pairing.pair_shards import PairShards, choose_pairs, write_preview, write_report
 from diffusers_flax.schedulers.factory import check_scheduler
 
 NUM_SHARDS = 64  # of a short list; a long one has more

@@ -90,7 +90,7 @@ def nearest_sizes(image_sizes: np.ndarray, sizes: tuple[tuple[int, int], ...]) -
 
 def choose_sizes(
     image_sizes: list[np.ndarray], sizes: tuple[tuple[int, int], ...], batch_size: int
-) -> tuple[tuple[tuple[int, int], ...], list[np.ndarray]]:
+) -> tuple[tuple[tuple[int, int], ...], list[np.ndarray], np.ndarray]:
     """Choose the sizes with at least a batch of pairs, and each pair's nearest size.
 
     The size with the fewest pairs is left out first; its pairs go to the nearest remaining size.
@@ -101,21 +101,17 @@ def choose_sizes(
         batch_size: pairs of a size that every directory needs.
 
     Returns:
-        (sizes, size_of): the remaining sizes; per directory, the index of each row's size.
+        (sizes, size_of, counts): the remaining sizes; per directory, the index of each row's size;
+        rows of each size, (directories, sizes).
     """
     while True:
         size_of = [nearest_sizes(of_directory, sizes) for of_directory in image_sizes]
-        counts = count_sizes(size_of, len(sizes))
+        counts = np.array([np.bincount(rows, minlength=len(sizes)) for rows in size_of])
         too_few = np.flatnonzero(counts.min(axis=0) < batch_size)
         if len(sizes) == 1 or not len(too_few):
-            return sizes, size_of
+            return sizes, size_of, counts
         left_out = too_few[counts.sum(axis=0)[too_few].argmin()]
         sizes = sizes[:left_out] + sizes[left_out + 1 :]
-
-
-def count_sizes(size_of: list[np.ndarray], num_sizes: int) -> np.ndarray:
-    """Number of rows of each size in each directory, (directories, sizes)."""
-    return np.array([np.bincount(of_rows, minlength=num_sizes) for of_rows in size_of])
 
 
 def stored_sizes(groups: list[RowGroup], num_threads: int) -> np.ndarray:

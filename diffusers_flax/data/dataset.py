@@ -16,12 +16,7 @@ import numpy as np
 
 from diffusers_flax.data.buckets import size_name
 from diffusers_flax.data.options import Columns, Processes, Reading, Transform
-from diffusers_flax.data.reading import (
-    Epoch,
-    StoredPairs,
-    decode_batches,
-    stream_settings,
-)
+from diffusers_flax.data.reading import Epoch, StoredPairs, decode_batches, stream_settings
 from diffusers_flax.messages import differences
 
 # Parts of an epoch, at most. A process holds a window of row groups in memory for each part that it

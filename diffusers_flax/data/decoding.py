@@ -78,7 +78,8 @@ class Decoding:
         width, height = self.sizes[size]
         shapes, dtype = dict.fromkeys(PIXELS, (height, width, 3)), np.uint8
         if self.latents:
-            height, width, C = latent_shape(self.latents, (width, height))
+            shape, stored = self.latents["shape"], self.latents.get("sizes")
+            height, width, C = shape[stored.index([height, width])] if stored else shape
             shapes = dict(zip(LATENTS, ((height, width, C), (height, width, 2 * C))))
             dtype = np.float16
         batch = {name: np.empty((batch_size, *shape), dtype) for name, shape in shapes.items()}
@@ -247,10 +248,3 @@ def copy_latents(pair: Pair, out: tuple[np.ndarray, np.ndarray], flip: bool) -> 
     if pair.time_ids is None:
         return None
     return np.frombuffer(pair.time_ids, np.float32).reshape(2, -1)
-
-
-def latent_shape(latents: dict, size: tuple[int, int]) -> tuple[int, int, int]:
-    """Shape (h, w, C) of the latents of a size; latents: latents_metadata of a shard."""
-    if "sizes" in latents:
-        return tuple(latents["shape"][latents["sizes"].index([*size[::-1]])])
-    return tuple(latents["shape"])

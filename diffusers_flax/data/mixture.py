@@ -20,12 +20,7 @@ import pyarrow.parquet as pq
 from diffusers_flax.data.buckets import BUCKETS
 from diffusers_flax.data.dataset import Partition, refuse_torch_workers, register_with_torch
 from diffusers_flax.data.options import Columns, Processes, Reading, Transform
-from diffusers_flax.data.reading import (
-    BatchRow,
-    StoredPairs,
-    decode_batches,
-    stream_settings,
-)
+from diffusers_flax.data.reading import BatchRow, StoredPairs, decode_batches, stream_settings
 from diffusers_flax.data.shards import MASK, MASK_COLUMNS, shard_files
 from diffusers_flax.data.streaming import is_remote, list_files, read_footer
 from diffusers_flax.messages import differences
@@ -71,7 +66,7 @@ class Mixture:
         names: names of the sets: the shortest distinct ends of their paths.
         shares: fractions of a batch, one per set.
         latents: latents_metadata of the shards, None if they have images.
-        sizes, image_shapes: see StoredPairs.
+        sizes, decoding: see StoredPairs.
 
     Raises:
         ValueError: see ParquetImagePairs; also weights that do not fit, a directory named twice,
@@ -101,7 +96,7 @@ class Mixture:
         first = self.sets[0]
         for pairs in self.sets:
             first.decoding.check(pairs.groups[0])
-        self.latents, self.sizes, self.image_shapes = first.latents, first.sizes, first.image_shapes
+        self.latents, self.sizes, self.decoding = first.latents, first.sizes, first.decoding
         weights = np.asarray(weights or [pairs.num_rows for pairs in self.sets], np.float64)
         self.shares = (weights / weights.sum()).tolist()
         self.train_data_dir = ", ".join(map(str, train_data_dirs))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffusers_flax.data.buckets import BUCKETS, choose_sizes, count_sizes, size_name, stored_sizes
+from diffusers_flax.data.buckets import BUCKETS, choose_sizes, size_name, stored_sizes
 from diffusers_flax.data.decoding import Decoding
 from diffusers_flax.data.options import Columns, Processes, Reading, Transform
 from diffusers_flax.data.shards import (
@@ -145,7 +145,7 @@ class StoredPairs:
         else:
             group_rows = gather_rows(group_rows, processes.all_gather)
             image_sizes = gather_rows(stored, processes.all_gather)
-        sizes, size_of = choose_sizes(image_sizes, self.decoding.sizes, batch_size)
+        sizes, size_of, self.size_rows = choose_sizes(image_sizes, self.decoding.sizes, batch_size)
         self.size_of = size_of[0 if is_shared else processes.process_index]
         if self.latents and (np.array(sizes)[self.size_of] != stored).any():
             raise ValueError(
@@ -156,24 +156,12 @@ class StoredPairs:
         self.decoding = replace(
             self.decoding, transform=replace(self.decoding.transform, sizes=sizes)
         )
-        self.size_rows = count_sizes(size_of, len(sizes))
         self.directory_sizes = [(rows.tolist(), of) for rows, of in zip(group_rows, size_of)]
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Widths and heights of the images in batches."""
         return self.decoding.sizes
-
-    def image_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """For each size, {array in a batch: shape of a row}.
-
-        Sizes are named WIDTHxHEIGHT; without buckets the only name is "".
-        """
-        names = [""] if self.directory_sizes is None else map(size_name, self.sizes)
-        return {
-            name: {key: x.shape[1:] for key, x in self.decoding.empty_batch(0, size).items()}
-            for size, name in enumerate(names)
-        }
 
     def identity(self) -> dict:
         """Identity of the data, for state_dict."""

@@ -217,12 +217,7 @@ def list_http(url: str) -> list[RemoteFile]:
         size = get(address, 0, 1).headers["content-range"].rpartition("/")[2]
         return http_file(address, unquote(urlsplit(address).path.rpartition("/")[2]), int(size))
 
-    return in_threads(describe, addresses)
-
-
-def in_threads(function: Callable, items: list) -> list:
-    """The results for all items, with a progress bar if they take more than a second."""
-    return thread_map(function, items, max_workers=NUM_REQUESTS, delay=1)
+    return thread_map(describe, addresses, max_workers=NUM_REQUESTS, delay=1)
 
 
 def list_fsspec(url: str) -> list[RemoteFile]:
@@ -267,6 +262,6 @@ def open_shards(url: str) -> list[tuple[RemoteFile, pq.FileMetaData]]:
         ValueError: see list_files and read_footer.
     """
     files = list_files(url)
-    shards = list(zip(files, in_threads(read_footer, files)))
+    footers = thread_map(read_footer, files, max_workers=NUM_REQUESTS, delay=1)
     print(f"streams {len(files)} shards from {files[0].parent}")  # for the hub with the commit
-    return shards
+    return list(zip(files, footers))

@@ -6,16 +6,13 @@ from collections import deque
 
 import jax
 
+from diffusers_flax.data.buckets import size_name
 from diffusers_flax.data.dataset import ParquetImagePairs
 from diffusers_flax.data.mixture import Mixture
 from diffusers_flax.data.options import Columns, Reading, Transform
 from diffusers_flax.training.flags import check_schedules, chosen_columns, chosen_sizes
 from diffusers_flax.training.latents import latent_dirs, write_latents
-from diffusers_flax.training.models import (
-    is_sdxl,
-    mixed_precision_dtype,
-    open_modules,
-)
+from diffusers_flax.training.models import is_sdxl, mixed_precision_dtype, open_modules
 from diffusers_flax.training.processes import all_processes, wait_for_all
 from diffusers_flax.training.sharding import compile_pmapped, shard_batch
 
@@ -105,16 +102,17 @@ class Batches:
         return batch
 
     def shapes(self):
-        """{size: shapes and dtypes of a batch}, with the dataset's names of sizes."""
+        """{size: shapes and dtypes of a batch}; without buckets the only size is ""."""
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.queue[0][0])
-        return {
-            size: batch
-            | {
-                name: jax.ShapeDtypeStruct((*batch[name].shape[:2], *shape), batch[name].dtype)
-                for name, shape in shapes.items()
+        sizes, shapes = self.dataset.sizes, {}
+        for number, size in enumerate(sizes):
+            arrays = self.dataset.decoding.empty_batch(0, number)
+            name = size_name(size) if len(sizes) > 1 else ""
+            shapes[name] = batch | {
+                key: jax.ShapeDtypeStruct((*batch[key].shape[:2], *x.shape[1:]), batch[key].dtype)
+                for key, x in arrays.items()
             }
-            for size, shapes in self.dataset.image_shapes().items()
-        }
+        return shapes
 
     def close(self):
         """Stop the dataset's threads and free the batches."""

@@ -23,7 +23,6 @@ from jax.experimental import multihost_utils
 from diffusers_flax.devices.processes import check_agreement
 from diffusers_flax.messages import differences, one_line
 from diffusers_flax.training.flags import MAY_CHANGE, PER_PROCESS, final_file, fixed_flags, flag
-from diffusers_flax.training.latents import check_vae
 from diffusers_flax.training.models import tree_checksum
 from diffusers_flax.training.processes import from_process_0, wait_for_all
 from diffusers_flax.training.sharding import (
@@ -185,7 +184,12 @@ def run_identity(config, max_train_steps, dataset, models, params, frozen):
     Raises:
         ValueError: another VAE made the dataset's latents.
     """
-    check_vae(dataset, frozen["vae"], config)
+    if dataset.latents and dataset.latents["vae"] != f"{tree_checksum(frozen['vae']):08x}":
+        source = config.pretrained_vae_model_name_or_path or config.pretrained_model_name_or_path
+        raise ValueError(
+            f"{dataset.train_data_dir} has latents of another VAE than {source}'s; name "
+            "another --cache_latents directory to make new ones"
+        )
     data = dataset.state_dict()
     encoders = models.text_encoder
     first, *second = encoders if isinstance(encoders, tuple) else [encoders]

@@ -325,19 +325,3 @@ def write_latents(config, output_dir, columns, batch_size=None, overwrite=False)
                 bar.update(sum(group.num_rows for group in groups))
             else:
                 write_shard(path, groups, metadata, config, encode, batch_size, bar)
-
-
-def check_vae(dataset, vae_params, config):
-    """Raise a ValueError if another VAE made a dataset's cached latents.
-
-    Args:
-        dataset: ParquetImagePairs or Mixture, of latents or images.
-        vae_params: float32 NumPy arrays.
-        config: flags, which name the VAE in the error message.
-    """
-    if dataset.latents and dataset.latents["vae"] != f"{tree_checksum(vae_params):08x}":
-        source = config.pretrained_vae_model_name_or_path or config.pretrained_model_name_or_path
-        raise ValueError(
-            f"{dataset.train_data_dir} has latents of another VAE than {source}'s; name "
-            "another --cache_latents directory to make new ones"
-        )

@@ -36,8 +36,8 @@ from diffusers_flax.training.models import (
     to_float32,
 )
 from diffusers_flax.training.processes import from_process_0, locked, wait_for_all
-from diffusers_flax.training.publishing import check_hub, push_to_hub, scales_of_run, write_card
-from diffusers_flax.training.reports import NUM_INFERENCE_STEPS
+from diffusers_flax.training.publishing import check_hub, push_to_hub, write_card
+from diffusers_flax.training.reports import NUM_INFERENCE_STEPS, guidance_scales
 
 # Flags that differ between starts of one command.
 OF_A_START = {"output_dir", "compilation_cache_dir", "coordinator_address", "num_processes"}
@@ -150,9 +150,10 @@ def write_model(config, pipeline, trained, others, metrics):
     if "unet_raw" in trained:
         params = merged_unet(config, trained["unet_raw"]) if is_lora else trained["unet_raw"]
         pipeline.unet.save_pretrained(output_dir / "unet_raw", params=params)
-    write_card(config, pipeline, metrics)
-    s_T, s_I = scales_of_run(config, pipeline, metrics)
-    scales = dict(guidance_scale=s_T, image_guidance_scale=s_I)
+    num_steps = metrics["step"] if metrics else config.max_train_steps
+    scales = guidance_scales(config, pipeline, num_steps)
+    write_card(config, pipeline, metrics, scales)
+    scales = dict(zip(("guidance_scale", "image_guidance_scale"), scales))
     write_defaults(output_dir, **scales, num_inference_steps=NUM_INFERENCE_STEPS)
     for name in [INDEX_NAME] if is_lora else [LORA_FILE, CONV_IN_FILE]:  # of a replaced model
         (output_dir / name).unlink(missing_ok=True)

@@ -15,31 +15,21 @@ from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
 from diffusers_flax.messages import one_line
 from diffusers_flax.training.checkpoints import CHECKPOINTS_DIR
 from diffusers_flax.training.flags import final_file
-from diffusers_flax.training.reports import LOSS_PLOT, guidance_scales, step_images
+from diffusers_flax.training.reports import LOSS_PLOT, step_images
 
 # Files of a run that do not belong to the model: checkpoints, other weights, logs, hidden files.
 UNPUBLISHED_FOLDERS = (CHECKPOINTS_DIR, "ema_snapshots", "unet_raw", "profile", "wandb")
-UNPUBLISHED_PATTERNS = [
-    *(f"{name}/*" for name in UNPUBLISHED_FOLDERS),
-    "wandb_run_id",
-    ".*",
-    "*/.*",
-]
+UNPUBLISHED_PATTERNS = [*(f"{x}/*" for x in UNPUBLISHED_FOLDERS), "wandb_run_id", ".*", "*/.*"]
 
 
-def scales_of_run(config, pipeline, metrics):
-    """guidance_scales of a run; metrics: last row of metrics.jsonl, or None."""
-    num_steps = metrics["step"] if metrics else config.max_train_steps
-    return guidance_scales(config, pipeline, num_steps)
-
-
-def write_card(config, pipeline, metrics):
+def write_card(config, pipeline, metrics, scales):
     """Write the model card of a finished run, with its last images and plot.
 
     Args:
         config: flags of the run.
         pipeline: the pipeline that the run trained.
         metrics: last row of metrics.jsonl, or None.
+        scales: of guidance_scales.
     """
     name = config.hub_model_id if config.push_to_hub else config.output_dir
     base_model, R = config.pretrained_model_name_or_path, config.resolution
@@ -47,7 +37,7 @@ def write_card(config, pipeline, metrics):
     # SDXL's class otherwise resizes images to 1024 pixels
     cls = pipeline.torch_class_name
     size = f", height={R}, width={R}" if "XL" in cls else ""
-    s_T, s_I = (f"{scale:g}" for scale in scales_of_run(config, pipeline, metrics))
+    s_T, s_I = (f"{scale:g}" for scale in scales)
     images = list(step_images(Path(config.output_dir, "validation")).values())
     shown = ""
     if images:

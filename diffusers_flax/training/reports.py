@@ -29,11 +29,7 @@ from diffusers_flax.loading.files import save_whole, write_text
 from diffusers_flax.messages import one_line
 from diffusers_flax.training.batches import MAX_STEPS_IN_FLIGHT
 from diffusers_flax.training.ema import SIGMA_RELS
-from diffusers_flax.training.flags import (
-    profiled_steps,
-    snapshot_steps,
-    write_flags,
-)
+from diffusers_flax.training.flags import profiled_steps, snapshot_steps, write_flags
 from diffusers_flax.training.models import params_beside_unet
 from diffusers_flax.training.processes import wait_for_all
 from diffusers_flax.training.sharding import (

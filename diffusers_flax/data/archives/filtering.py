@@ -34,12 +34,7 @@ from diffusers_flax.data.shards import (
     pair_at,
     read_row_group,
 )
-from diffusers_flax.data.writing import (
-    check_directories,
-    choose_held_out,
-    image_suffix,
-    write_set,
-)
+from diffusers_flax.data.writing import check_directories, choose_held_out, image_suffix, write_set
 
 SCORES = {  # columns of each threshold; the least of them counts
     "min_clip_text": ("clip_text_original", "clip_text_edited"),

@@ -108,16 +108,14 @@ class Archive(NamedTuple):
 
     def unpack(self, file: Path) -> "Archive":
         """The archive as a plain .tar file, which is written if it is not there."""
+
+        def save(path: Path) -> None:
+            with self.open() as content, open(path, "wb") as unpacked:
+                shutil.copyfileobj(content, unpacked, 1 << 20)
+
         if not file.exists():
-            with self.open() as content:
-                save_whole(file, lambda path: copy(content, path))
+            save_whole(file, save)
         return Archive(self.name, (file,))
-
-
-def copy(content: io.BufferedIOBase, path: Path) -> None:
-    """Write what is left of an open file to another one."""
-    with open(path, "wb") as file:
-        shutil.copyfileobj(content, file, 1 << 20)
 
 
 def find_archives(folder: Path, files: list[Path]) -> list[Archive]:

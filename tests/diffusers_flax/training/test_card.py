@@ -12,9 +12,7 @@ from huggingface_hub import ModelCard
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.training.publishing import write_card
 
-PIPELINE = SimpleNamespace(
-    torch_class_name="StableDiffusionInstructPix2PixPipeline", is_cosxl_edit=False
-)
+PIPELINE = SimpleNamespace(torch_class_name="StableDiffusionInstructPix2PixPipeline")
 
 
 def card_of(folder, metrics=None, **flags):
@@ -23,7 +21,7 @@ def card_of(folder, metrics=None, **flags):
         "unet_model_name_or_path": "modified_unet",
         "output_dir": str(folder),
     } | flags
-    write_card(trainer.Config(**flags), PIPELINE, metrics)
+    write_card(trainer.Config(**flags), PIPELINE, metrics, (7.5, 1.5))
     return ModelCard.load(folder / "README.md")
 
 
