@@ -42,7 +42,6 @@ from diffusers_flax.data.archives.filtering import (
     filter_shards,
     map_rows,
     measure_pair,
-    text_of,
 )
 from diffusers_flax.data.archives.flags import PairsFlags, check_workers
 from diffusers_flax.data.dataset import ParquetImagePairs
@@ -267,8 +266,7 @@ def report_faults(groups: list[RowGroup], config: Config) -> str:
     """Count the faults of pairs, draw examples to --report, and say what leaves them out."""
     counts, examples, num_pairs, finder = Counter(), {}, 0, FaultFinder()
     for _, _, measured in map_rows(sample_rows(groups, config.num_checked), measure_pair):
-        pair, values = measured.result()
-        text = text_of(pair)
+        pair, text, values = measured.result()
         faults, num_pairs = finder.find(values, text), num_pairs + 1
         counts.update(faults)
         for fault in faults:

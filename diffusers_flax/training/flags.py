@@ -3,8 +3,7 @@
 `config` is the dataclass of a program's flags: the trainer's Config, or one with the same names.
 """
 
-import json
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from diffusers_flax.data.buckets import bucket_sizes
 from diffusers_flax.data.mixture import check_sets
 from diffusers_flax.data.options import Columns
 from diffusers_flax.loading.directories import INDEX_NAME, LORA_FILE
-from diffusers_flax.loading.files import write_text
 from diffusers_flax.training.ema import ema_plan
 
 COMPONENT_FLAGS = {  # flags of models that replace components of the main model
@@ -192,11 +190,6 @@ def check_schedules(config: Any, max_train_steps: int) -> None:
             f"--ema_snapshot_steps {steps} must be a multiple of {flag(config, 'ema_every')} and "
             f"at most the run's {max_train_steps} steps; an eighth of them is usual"
         )
-
-
-def write_flags(folder: Path, config: Any) -> None:
-    """Write the flags of a run to FOLDER/config.json."""
-    write_text(folder / "config.json", json.dumps(asdict(config), indent=2) + "\n")
 
 
 def snapshot_steps(config: Any, max_train_steps: int) -> int:

@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from diffusers_flax.loading.files import save_whole, write_text
 from diffusers_flax.messages import one_line
 from diffusers_flax.training.batches import MAX_STEPS_IN_FLIGHT
 from diffusers_flax.training.ema import SIGMA_RELS
-from diffusers_flax.training.flags import profiled_steps, snapshot_steps, write_flags
+from diffusers_flax.training.flags import profiled_steps, snapshot_steps
 from diffusers_flax.training.models import params_beside_unet
 from diffusers_flax.training.processes import wait_for_all
 from diffusers_flax.training.sharding import (
@@ -93,7 +93,8 @@ class Reports:
             path = self.folder / "metrics.jsonl"  # marks the directory of a run
             self.rows = rows_until_step(path, start_step)
             write_text(path, "".join(json.dumps(row) + "\n" for row in self.rows))
-            write_flags(self.folder, config)
+            flags = json.dumps(asdict(config), indent=2) + "\n"
+            write_text(self.folder / "config.json", flags)
             write_progress(self.folder / "validation", start_step)
             if not start_step:
                 (self.folder / LOSS_PLOT).unlink(missing_ok=True)

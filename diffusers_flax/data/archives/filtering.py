@@ -188,19 +188,18 @@ def positions_of(groups: list[RowGroup], rows: np.ndarray) -> list[tuple[RowGrou
     return [(group, (part - start).tolist()) for group, part, start in zip(groups, parts, starts)]
 
 
-def measure_pair(cells: Cells, position: int) -> tuple[Pair | None, Measured]:
-    """A pair with what its faults are judged by; without a pair if it cannot be read."""
+def measure_pair(cells: Cells, position: int) -> tuple[Pair | None, str, Measured]:
+    """A pair, its instructions as one text, and what its faults are judged by.
+
+    Without a pair if it cannot be read.
+    """
     try:
         pair = pair_at(cells, position)
-        return pair, measure(pair.original or b"", pair.edited or b"")
     except ValueError:
-        return None, Measured(("unreadable",))
-
-
-def text_of(pair: Pair | None) -> str:
-    """All instructions of a pair as one text."""
-    texts = (pair and pair.instruction) or ""
-    return texts if isinstance(texts, str) else "\n".join(texts)
+        return None, "", Measured(("unreadable",))
+    texts = pair.instruction or ""
+    text = texts if isinstance(texts, str) else "\n".join(texts)
+    return pair, text, measure(pair.original or b"", pair.edited or b"")
 
 
 def find_faultless(
@@ -217,8 +216,8 @@ def find_faultless(
     dropped = (*choice.drop, "unreadable")
     measured = map_rows(positions_of(groups, rows), measure_pair)
     for row, (_, _, future) in zip(rows.tolist(), measured):
-        pair, values = future.result()
-        found = finder.find(values, text_of(pair), dropped)
+        pair, text, values = future.result()
+        found = finder.find(values, text, dropped)
         if faults := [fault for fault in found if fault in dropped]:
             counts[faults[0]] += 1
         else:

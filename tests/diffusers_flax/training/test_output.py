@@ -1,10 +1,11 @@
 """The output directory: finished runs, files of a replaced model, uploads to the hub."""
 
+import json
 import os
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,13 @@ from helpers import ROOT
 from hub_upload_server import UploadHub
 
 import flax_train_instruct_pix2pix as trainer
-from diffusers_flax.training.flags import write_flags
 from diffusers_flax.training.output import check_output_dir, is_finished
 from diffusers_flax.training.processes import locked
 
 
 def test_only_the_same_command_is_finished(tmp_path):
     config = trainer.Config("base", "unet", output_dir=str(tmp_path))
-    write_flags(tmp_path, config)
+    (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
     assert not is_finished(config)
     (tmp_path / "model_index.json").touch()
     assert is_finished(config) and is_finished(replace(config, dataloader_num_workers=3))
