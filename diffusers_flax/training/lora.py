@@ -18,7 +18,7 @@ from functools import reduce
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from diffusers_flax.loading.files import save_whole
 from diffusers_flax.loading.weights import flax_to_torch
@@ -110,7 +110,7 @@ def save_lora(path, trained, rank, alpha, target_modules):
     for name, x in flatten_dict(trained, sep="/").items():
         if "/lora_" in name:
             name, x = flax_to_torch(name, np.asarray(x, np.float32))
-            tensors[f"unet.{name}"] = np.ascontiguousarray(x)
+            tensors[f"unet.{name}"] = x
     settings = {
         "unet.r": rank,
         "unet.lora_alpha": alpha or rank,
@@ -122,16 +122,11 @@ def save_lora(path, trained, rank, alpha, target_modules):
 def save_conv_in(path, trained):
     """Write the UNet's first convolution with PyTorch's names, for load_state_dict."""
     tensors = dict(flax_to_torch(f"conv_in/{name}", x) for name, x in trained["conv_in"].items())
-    save_tensors(path, {name: np.ascontiguousarray(x) for name, x in tensors.items()})
+    save_tensors(path, tensors)
 
 
 def save_tensors(path, tensors, **metadata):
-    """Write a safetensors file with the permissions of a new file."""
-
-    def save(file):
-        file.touch()
-        mode = file.stat().st_mode
-        save_file(tensors, file, metadata={"format": "pt", **metadata})  # with mode 0600
-        file.chmod(mode)
-
-    save_whole(path, save)
+    """Write a safetensors file."""
+    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+    content = save(tensors, metadata={"format": "pt", **metadata})
+    save_whole(path, lambda file: file.write_bytes(content))
