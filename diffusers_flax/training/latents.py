@@ -152,7 +152,7 @@ def write_shard(path, groups, metadata, config, encode, batch_size, bar):
                     yield group, number, positions, decoded, pixels
 
     def save(unfinished):
-        rows, num_done, num_bad = {}, 0, 0  # rows: of the row group, by position
+        rows, num_bad = {}, 0  # rows: of the row group, by position
         pool = ThreadPoolExecutor(config.dataloader_num_workers or num_usable_cores())
         with pq.ParquetWriter(unfinished, schema, compression="none") as writer, pool:
             batches = run_ahead(
@@ -165,17 +165,16 @@ def write_shard(path, groups, metadata, config, encode, batch_size, bar):
                     num_bad += TIME_IDS not in row
                     rows[position] = row | {SIZE: number}
                 bar.update(len(positions))
-                num_done += len(positions)
-                limit = config.max_bad_fraction
-                if num_bad > limit * max(num_done, MIN_ROWS_FOR_BAD_FRACTION):
-                    raise ValueError(
-                        f"{num_bad} of the first {num_done} pairs of {groups[0].path} cannot be "
-                        f"used, more than --max_bad_fraction {limit} allows"
-                    )
                 if len(rows) == group.num_rows:
                     table = pa.Table.from_pylist([rows[i] for i in sorted(rows)], schema)
                     writer.write_table(table, row_group_size=len(rows))
                     rows.clear()
+        limit = config.max_bad_fraction
+        if num_bad > limit * max(len(size_of), MIN_ROWS_FOR_BAD_FRACTION):
+            raise ValueError(
+                f"{num_bad} of the {len(size_of)} pairs of {groups[0].path} cannot be used, more "
+                f"than --max_bad_fraction {limit} allows"
+            )
 
     save_whole(path, save, shared=True)
 
