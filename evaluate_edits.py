@@ -41,7 +41,6 @@ from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.data.images import encoded_size
 from diffusers_flax.data.options import Columns
 from diffusers_flax.evaluation.benchmark_sets import add_final_turns, read_benchmark
-from diffusers_flax.evaluation.edits import check_model
 from diffusers_flax.evaluation.held_out import pairs_of_jsonl, pairs_of_one_shape, pairs_of_shards
 from diffusers_flax.evaluation.judging import JudgeFlags, judge_rows, load_prompts
 from diffusers_flax.evaluation.measuring import BASELINES, Evaluation
@@ -54,9 +53,15 @@ from diffusers_flax.generating.flags import (
     with_defaults,
     with_single_files,
 )
-from diffusers_flax.generating.models import Sampling
+from diffusers_flax.generating.models import (
+    EDIT,
+    Sampling,
+    check_sampling,
+    check_tasks,
+    factor_and_resolution,
+    pipeline_for,
+)
 from diffusers_flax.generating.sizes import result_size
-from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.schedulers.factory import check_scheduler
 
 SCALES = ("guidance_scale", "image_guidance_scale")
@@ -115,14 +120,8 @@ def check_flags(config):
         raise ValueError("give one of --data_dir and --pairs_jsonl")
     if protocol.is_benchmark and config.pairs_jsonl:
         raise ValueError(f"--protocol {config.protocol} reads --data_dir, not --pairs_jsonl")
-    if not config.model or not config.seeds:
-        raise ValueError("--model and --seeds need at least one value")
     if config.judge and not (protocol.is_judged and config.judge_model):
         raise ValueError("--judge goes with --judge_model and --protocol gedit or imgedit")
-    if protocol.is_judged and (config.metrics or config.clip_model):
-        raise ValueError(
-            f"--protocol {config.protocol} has no true images; leave --metrics and --clip_model out"
-        )
     check_scheduler(config.scheduler)
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, RESULTS)
 
@@ -164,16 +163,18 @@ def run(config):
     config = with_single_files(config, "model")
     config = with_defaults(config, config.model, config.lora)
     all_scales = [*itertools.product(config.guidance_scale, config.image_guidance_scale)]
-    checked = {}
-    # An acceleration may not fit the branches of all scales.
-    scales_of_branches = {edit_branches(*scales): scales for scales in all_scales}
-    for model, scales in itertools.product(config.model, scales_of_branches.values()):
-        sampling = from_flags(Sampling, config, **dict(zip(SCALES, scales)))
-        checked[model] = check_model(model, config.resolution, sampling)
-    resolution, *others = sorted({found.resolution for found in checked.values()})
-    if others:
-        raise ValueError(f"the models are for sizes {[resolution, *others]}; give --resolution")
-    factor = max(found.factor for found in checked.values())
+    opened, resolutions = {}, set()  # {model: (class of the pipeline, scheduler)}
+    for model in config.model:
+        is_xl, configs = check_tasks(model, [EDIT])
+        factor, resolution = factor_and_resolution(configs, config.resolution)
+        resolutions.add(resolution)
+        pipeline_type = pipeline_for(EDIT, is_xl)
+        for scales in all_scales:  # an acceleration may not fit the branches of all of them
+            sampling = from_flags(Sampling, config, **dict(zip(SCALES, scales)))
+            scheduler = check_sampling(pipeline_type, configs["scheduler"], model, sampling)
+        opened[model] = pipeline_type, scheduler
+    if len(resolutions) > 1:
+        raise ValueError(f"the models are for sizes {sorted(resolutions)}; give --resolution")
     sizes = [result_size(encoded_size(pair.original), resolution, factor) for pair in pairs]
     settings = settings_of_results(config, pairs, resolution)
     results = load_results(config.output_dir, settings, config.model, config.overwrite_output_dir)
@@ -186,7 +187,7 @@ def run(config):
         evaluation.add_baselines(BASELINES)
         with tqdm(total=len(pairs) * sum(map(len, todo.values())), unit="edit") as bar:
             for model in filter(todo.get, todo):
-                evaluation.measure_model(model, checked[model], todo[model], bar)
+                evaluation.measure_model(model, *opened[model], todo[model], bar)
     sentences = judge_rows(config, pairs, results, prompts) if protocol.is_judged else []
     write_report(config.output_dir, results, pairs, sizes, sentences)
     print((config.output_dir / "results.md").read_text(encoding="utf-8"), end="")

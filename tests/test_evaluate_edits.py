@@ -1,4 +1,4 @@
-"""evaluate_edits.py by its command line: what CLIP gets, FLOPs, resuming, refusals."""
+"""evaluate_edits.py by its command line: numbers, FLOPs, resuming, refusals."""
 
 import dataclasses
 import json
@@ -11,15 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.nn.functional as F
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from evaluations import array, evaluate, flags, refused
 from helpers import photo
 from PIL import Image
-from tiny_models import make_tiny_clip, make_tiny_dino, make_tiny_pipeline, make_tiny_xl
+from tiny_models import make_tiny_clip, make_tiny_pipeline
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CLIPModel, CLIPProcessor, CLIPTextModel
+from transformers import CLIPTextModel
 
 import edit_cli
 from diffusers_flax.acceleration.plans import parse
@@ -28,8 +27,6 @@ from diffusers_flax.data.writing import SCHEMA, image_cell
 from diffusers_flax.evaluation import measuring
 from diffusers_flax.evaluation.measuring import count_edit_flops
 from diffusers_flax.evaluation.metrics import ssim
-from diffusers_flax.evaluation.perceptual import Dino
-from diffusers_flax.generating.clip import Clip
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.pipelines.sampling import timestep_options
 
@@ -38,10 +35,9 @@ PROMPTS = ("make it red", "make it redder", "paint it red")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Models sd and xl, a CLIP model, shards of three pairs in data, the third without captions."""
+    """A model and CLIP, shards of three pairs in data, the third without captions."""
     folder = tmp_path_factory.mktemp("evaluate")
     make_tiny_pipeline(folder / "sd")
-    make_tiny_xl(folder / "xl", edits=True)
     make_tiny_clip(folder / "clip")
     rows = []
     for i, prompt in enumerate(PROMPTS):
@@ -59,26 +55,6 @@ def folder(tmp_path_factory):
     (folder / "data").mkdir()
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), folder / "data" / "a.parquet")
     return folder
-
-
-# Metrics
-
-
-def test_clip_gets_images_from_0_to_1(folder):
-    """CLIP gets pixels / 255, shifted and scaled by its published constants."""
-    clip = Clip(str(folder / "clip"))
-    model = CLIPModel.from_pretrained(folder / "clip").eval()
-    mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-    image = photo(32, 32)
-    pixels = (np.asarray(image) / 255 - mean) / std
-    pixels = torch.tensor(pixels.transpose(2, 0, 1)[None], dtype=torch.float32)
-    with torch.inference_mode():
-        expected = F.normalize(model.get_image_features(pixels).pooler_output)[0].numpy()
-    np.testing.assert_allclose(clip.image_features([image])[0], expected, atol=1e-5)
-    texts = ["make it red", "word " * 200]
-    features = clip.text_features(texts)
-    np.testing.assert_allclose(np.linalg.norm(features, axis=-1), 1, rtol=1e-5)
-    np.testing.assert_allclose(clip.text_features(texts[:1])[0], features[0], atol=1e-5)
 
 
 @pytest.mark.slow
@@ -143,20 +119,14 @@ def test_flops_count_every_branch_and_step(folder):
         assert found == pytest.approx(2 * text + rest + expected, rel=1e-4)
 
 
-# The script
-
-
-def test_two_families_on_parquet_shards(folder, tmp_path, monkeypatch):
+def test_a_model_on_parquet_shards(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
-    make_tiny_dino(tmp_path / "dino")
     out = tmp_path / "out"
     results = evaluate(
-        model=("sd", "xl"),
         data_dir="data",
         output_dir=out,
         clip_model="clip",
-        metrics=("dino", "ssim"),
-        dino_model=tmp_path / "dino",
+        metrics="ssim",
         guidance_scale=3,
         image_guidance_scale=(1.5, 2),
         seeds=(0, 5),
@@ -165,17 +135,15 @@ def test_two_families_on_parquet_shards(folder, tmp_path, monkeypatch):
         *("results.json", "results.md", "curve.png", "grid.png", "best_and_worst.png")
     }
     keys = [(r["model"], r["image_guidance_scale"], r["seed"]) for r in results["rows"]]
-    assert keys == [(m, s, seed) for m in ("sd", "xl") for s in (1.5, 2.0) for seed in (0, 5)]
+    assert keys == [("sd", s, seed) for s in (1.5, 2.0) for seed in (0, 5)]
     table = (out / "results.md").read_text()
-    assert "| direction sim. | text sim. | truth sim. | DINO | SSIM |" in table
-    # a line for each image guidance, without and with intervals
-    assert (table.count("\n| sd |"), table.count("\n| xl |")) == (4, 6)  # also of costs
-    assert results["models"]["xl"]["parameters"]["text_encoder_2"] > 0
+    assert "| direction sim. | text sim. | truth sim. | SSIM |" in table
+    assert table.count("\n| sd |") == 4  # of metrics and of costs, for each image guidance
+    assert results["models"]["sd"]["parameters"]["text_encoder"] > 0
     for row in results["rows"]:
-        assert row["num_pairs"] == 3 and row["seconds_per_edit"] > 0
+        assert row["num_pairs"] == 3 and row["seconds_per_edit"] > 0 and row["flops_per_edit"] > 0
         assert row["peak_memory_of"] == "process" and row["peak_memory_bytes"] > 1e8
-    assert [row["compile_seconds"] > 0 for row in results["rows"]] == 2 * [True, *[False] * 3]
-    assert len({row["flops_per_edit"] for row in results["rows"]}) == 2  # one per model
+    assert [row["compile_seconds"] > 0 for row in results["rows"]] == [True, *[False] * 3]
 
     # The baselines, in closed form and through the loader's own decoding
     cells = pq.read_table("data").to_pylist()
@@ -189,7 +157,7 @@ def test_two_families_on_parquet_shards(folder, tmp_path, monkeypatch):
         for name in ("original_image", "edited_image")
     )
     baselines = {(r["baseline"], r["model"]): r for r in results["baselines"]}
-    assert len(baselines) == 6
+    assert len(baselines) == 4
     change = np.mean([np.abs(array(a) - array(b)).mean() for a, b in zip(before, after)])
     copied, truth = baselines["copied input", None], baselines["truth", None]
     assert copied["l1"] == pytest.approx(change) == truth["l1_to_input"]
@@ -197,7 +165,7 @@ def test_two_families_on_parquet_shards(folder, tmp_path, monkeypatch):
     assert (copied["direction_similarity"], truth["mse"], copied["error_ratio"]) == (0, 0, 1)
     assert 0 < baselines["VAE round trip of the truth", "sd"]["l1"] < 1
 
-    # A row, edit by edit, by the pipeline and PyTorch
+    # A row, edit by edit, by the pipeline
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained("sd")
     edits = []
     for i, (image, prompt) in enumerate(zip(before, PROMPTS)):
@@ -213,33 +181,8 @@ def test_two_families_on_parquet_shards(folder, tmp_path, monkeypatch):
     assert row["l1"] == pytest.approx(np.mean(np.abs(errors)), rel=1e-3)
     assert row["mse"] == pytest.approx(np.mean(np.square(errors)), rel=1e-3)
     assert row["ssim"] == pytest.approx(np.mean([*map(ssim, shown, after)]), abs=1e-4)
-
-    model = CLIPModel.from_pretrained("clip").eval()
-    processor = CLIPProcessor.from_pretrained("clip")
-
-    def encode(images=None, text=None):
-        with torch.inference_mode():
-            if images:
-                inputs = processor(images=images, return_tensors="pt")
-                return F.normalize(model.get_image_features(**inputs).pooler_output)
-            inputs = processor(text=text, return_tensors="pt", padding=True)
-            return F.normalize(model.get_text_features(**inputs).pooler_output)
-
-    image_0, image_1, image_2 = (encode(images=x) for x in (before, shown, after))
-    text_0 = encode(text=[cell["original_prompt"] for cell in cells[:2]])
-    text_1 = encode(text=[cell["edited_prompt"] for cell in cells])
-    dino = [Dino(str(tmp_path / "dino")).image_features(x) for x in (shown, after)]
-    expected = {
-        "image_similarity": F.cosine_similarity(image_0, image_1),
-        "truth_similarity": F.cosine_similarity(image_1, image_2),
-        "direction_similarity": F.cosine_similarity((image_1 - image_0)[:2], text_1[:2] - text_0),
-        "text_similarity": F.cosine_similarity(image_1, text_1),
-        "dino": F.cosine_similarity(*map(torch.tensor, dino)),
-    }
-    for name, values in expected.items():
-        assert row[name] == pytest.approx(values.mean().item(), abs=1e-4), name
-    with Image.open(out / "grid.png") as grid:  # input, truth and two models for three pairs
-        assert grid.width == 4 * 200 + 8
+    with Image.open(out / "grid.png") as grid:  # input, truth and result for three pairs
+        assert grid.width == 3 * 200 + 8
         assert grid.height > 3 * 200 + 8
 
 
@@ -345,7 +288,7 @@ def test_without_truth_and_captions(folder, tmp_path, monkeypatch):
             {"pairs_jsonl": None, "data_dir": "data", "edited_prompt_column": "caption"},
             "has no column caption; it has original_prompt, ",
         ),
-        ({"model": "narrow"}, "narrow is a StableDiffusionPipeline, not an InstructPix2Pix model"),
+        ({"model": "narrow"}, "narrow is not an edit model (StableDiffusionPipeline)"),
         ({"num_inference_steps": 1001}, "num_inference_steps=1001 must"),
         ({"output_dir": "file/out"}, "no directory that you can write to"),
         ({"clip_model": "sd/vae"}, "--clip_model sd/vae cannot be opened: "),

@@ -35,13 +35,15 @@ from diffusers_flax.app.settings import (
 )
 from diffusers_flax.data.images import load_image
 from diffusers_flax.devices.precision import choose_dtype
-from diffusers_flax.evaluation.edits import check_model
 from diffusers_flax.generating.batches import check_finite_images, devices_for
 from diffusers_flax.generating.flags import from_flags, with_defaults
 from diffusers_flax.generating.models import (
     EDIT,
     Sampling,
     check_sampling,
+    check_tasks,
+    factor_and_resolution,
+    pipeline_for,
     plan_images,
     sees_mask,
     with_task,
@@ -61,6 +63,7 @@ from diffusers_flax.generating.sizes import (
 from diffusers_flax.images import to_pil
 from diffusers_flax.loading.lora import split_weight
 from diffusers_flax.parameters import cast_params, place_params
+from diffusers_flax.pipelines.base import pipeline_class
 from diffusers_flax.pipelines.inpainting import Inpainting
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
 
@@ -117,15 +120,16 @@ class Editor:
         """config: edit_app.py's flags; layout: Layout of the devices, or None."""
         config = with_defaults(config, [config.model], config.lora)
         self.config, self.layout = config, layout and layout.first(1)
-        sampling, others = from_flags(Sampling, config), ("text to image", "inpainting")
-        self.checked = check_model(config.model, config.resolution, sampling, others)
-        _, configs = self.checked.pipeline_type.check(config.model)
-        self.scheduler_config = configs["scheduler"]
+        named = pipeline_class(config.model)
         # What a model does with the least input: the task of the page's first tab.
-        self.edits = issubclass(self.checked.pipeline_type, InstructPix2Pix)
+        self.edits = issubclass(named, InstructPix2Pix)
         self.task = EDIT if self.edits else "text to image"
-        if issubclass(self.checked.pipeline_type, Inpainting) and sees_mask(configs):
+        if issubclass(named, Inpainting) and sees_mask(named.check(config.model)[1]):
             self.task = "inpainting"
+        is_xl, configs = check_tasks(config.model, [self.task])
+        self.pipeline_type = pipeline_for(self.task, is_xl)
+        self.factor, self.resolution = factor_and_resolution(configs, config.resolution)
+        self.scheduler_config = configs["scheduler"]
         self.loras = {}
         for spec in config.lora:
             path = Path(split_weight(spec)[0])
@@ -133,8 +137,8 @@ class Editor:
             self.loras[f"{path.parent.name}/{path.stem}" if is_taken else path.stem] = spec
         self.decoder = config.preview_decoder or None
         levels = len(configs["unet"].get("block_out_channels", (0,) * 4))
-        smallest = self.checked.factor * 2 ** (levels - 1)
-        largest = config.max_resolution or 2 * self.checked.resolution
+        smallest = self.factor * 2 ** (levels - 1)
+        largest = config.max_resolution or 2 * self.resolution
         self.limits = Limits(smallest, largest, tuple(self.loras), takes_strength=not self.edits)
         check_settings(replace(self.defaults(), instruction="red"), self.limits)
         self.check(self.defaults())
@@ -148,7 +152,7 @@ class Editor:
         """The page's initial Settings."""
         flags = {name: getattr(self.config, name) for name in INITIAL}
         flags |= {"strength": 1.0} if self.task == "inpainting" else {}
-        return Settings("", resolution=self.checked.resolution, lora=tuple(self.loras), **flags)
+        return Settings("", resolution=self.resolution, lora=tuple(self.loras), **flags)
 
     def recipe(self, request, settings):
         """The recipe_text of an image of a request; settings: the image's."""
@@ -174,17 +178,17 @@ class Editor:
     def open(self):
         """Load the model."""
         config, defaults = self.config, self.defaults()
-        pipeline = self.checked.pipeline_type.open(
+        pipeline = self.pipeline_type.open(
             config.model,
             dtype=choose_dtype(config.dtype),
-            scheduler=self.checked.scheduler,
+            scheduler=self.check(defaults),
             embeddings=config.embedding,
             layout=self.layout,
             preview=Preview(1, self._show, self.decoder) if config.progress else None,
             storage=config.storage,
             vae_dtype=config.vae_dtype,
         )
-        self.pipeline, planned = self._plan(pipeline, defaults, (self.checked.resolution,) * 2)
+        self.pipeline, planned = self._plan(pipeline, defaults, (self.resolution,) * 2)
         print(planned, file=sys.stderr)
         self._load_weights(defaults)
 
@@ -196,13 +200,13 @@ class Editor:
         check_settings comes first.
         """
         sampling = from_flags(Sampling, settings, accelerate=self._acceleration(settings))
-        of_model = self.checked.pipeline_type, self.scheduler_config, self.config.model
+        of_model = self.pipeline_type, self.scheduler_config, self.config.model
         return check_sampling(*of_model, sampling)
 
     def size_of(self, settings, image=None):
         """(width, height) of the result; image: the original image."""
         shape = image.size if image else SHAPES[settings.shape]
-        return result_size(shape, settings.resolution, self.checked.factor)
+        return result_size(shape, settings.resolution, self.factor)
 
     # ------------------------------------------------------------ the queue
 
@@ -281,7 +285,7 @@ class Editor:
     # ------------------------------------------------------------ the model, in a thread
 
     def _make(self, request):
-        started, factor = time.perf_counter(), self.checked.factor
+        started, factor = time.perf_counter(), self.factor
         settings = request.settings
         if self._weights_of(settings) != self.weights:
             request.enter("loading")
@@ -303,7 +307,7 @@ class Editor:
             given = dict(prompt=one.instruction, image=image and Path(), mask=mask and Path())
             given |= {} if self.edits else {"image_guidance_scale": None}
             to_make = from_flags(Request, one, **given)
-            branches = from_flags(Sampling, one).branches(self.checked.pipeline_type)
+            branches = from_flags(Sampling, one).branches(self.pipeline_type)
             key = one.scheduler, one.accelerate, branches, kind_of(to_make, size)
             if key not in self.programs:
                 if len(self.programs) == MAX_PROGRAMS:
@@ -345,7 +349,7 @@ class Editor:
 
     def _plan(self, pipeline, settings, size):
         """(pipeline, with a tiled VAE if it needs one; a line about the memory)."""
-        branches = from_flags(Sampling, settings).branches(self.checked.pipeline_type)
+        branches = from_flags(Sampling, settings).branches(self.pipeline_type)
         return plan_images(pipeline, self.devices, 1, 1, branches, [size], self.config.vae_tile)
 
     def _lora_specs(self, settings):

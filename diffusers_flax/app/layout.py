@@ -191,7 +191,7 @@ def build_settings(c, editor):
     build_slider(c, "guidance_scale")
     build_slider(c, "image_guidance_scale", visible=editor.edits)
     build_slider(c, "num_inference_steps")
-    step = max(editor.checked.factor, editor.checked.resolution // 8)
+    step = max(editor.factor, editor.resolution // 8)
     c.resolution = gr.Slider(
         -(-limits.smallest // step) * step,
         limits.largest,

@@ -9,7 +9,7 @@ or Arrow. ImgEdit-Bench: a folder with basic_edit.json and the images that it na
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -25,7 +25,6 @@ from diffusers_flax.loading.files import read_json
 SESSIONS, CAPTIONS = "edit_sessions.json", "local_descriptions.json"
 FINAL, INTERSECTION = "_final", "_intersection"  # parts, see evaluation/protocols.py
 FINAL_INDEX = 1 << 30  # added to the index of an edit of a result
-IMGEDIT_LIST = "basic_edit.json"
 KEY = re.compile(r"[\w-]+(/[\w-]+)*")  # names of results
 
 
@@ -44,8 +43,12 @@ def read_benchmark(protocol, folder, max_pairs=None, language="en"):
     Raises:
         ValueError: a file cannot be read or lacks something, or an edit is there twice.
     """
-    readers = {"magicbrush": magicbrush_pairs, "emu_edit": emu_edit_pairs, "imgedit": imgedit_pairs}
-    readers["gedit"] = partial(gedit_pairs, language=language)
+    readers = {
+        "magicbrush": magicbrush_pairs,
+        "emu_edit": emu_edit_pairs,
+        "gedit": partial(gedit_pairs, language=language),
+        "imgedit": imgedit_pairs,
+    }
     try:
         pairs = islice(readers[protocol](folder), max_pairs)
         pairs = [replace(pair, index=i) for i, pair in enumerate(pairs)]
@@ -61,10 +64,11 @@ def read_benchmark(protocol, folder, max_pairs=None, language="en"):
     return pairs
 
 
-def result_key(session, turn, is_final=False):
-    """Name of a result as MagicBrush's evaluation looks for it: SESSION/SESSION_inde_2."""
-    ending = "1" if turn == 1 else f"{'iter' if is_final else 'inde'}_{turn}"
-    return f"{session}/{session}_{ending}"
+def result_key(session, turn, setting):
+    """Name of a result for MagicBrush's evaluation; setting: "inde", or "iter" for final turns."""
+    if turn == 1:
+        return f"{session}/{session}_1"
+    return f"{session}/{session}_{setting}_{turn}"
 
 
 def add_final_turns(pairs):
@@ -76,65 +80,62 @@ def add_final_turns(pairs):
     Returns:
         List of HeldOutPair. The last turn of a session counts as final: of one turn, the pair
         itself, else a pair that edits the result of the turn before. Its original image is the
-        session's first: a model that copies its input gives that. A session that lacks a turn has
-        none.
+        session's first: a model that copies its input gives that.
     """
-    turns_of = defaultdict(list)  # places of the turns of each session
+    last = {pair.session: place for place, pair in enumerate(pairs)}
+    result, before = list(pairs), {}  # {session: place of the result that its next turn edits}
     for place, pair in enumerate(pairs):
-        turns_of[pair.session].append(place)
-    result = list(pairs)
-    for session, places in turns_of.items():
-        places.sort(key=lambda place: pairs[place].turn)
-        if [pairs[place].turn for place in places] != list(range(1, len(places) + 1)):
+        is_final = place == last[pair.session]
+        after = before.get(pair.session)
+        if after is None:
+            before[pair.session] = place
+            if is_final:
+                result[place] = replace(pair, parts=("", FINAL))
             continue
-        first, before = pairs[places[0]], places[0]
-        if len(places) == 1:
-            result[before] = replace(first, parts=("", FINAL))
-        for place in places[1:]:
-            turn = pairs[place].turn
-            pair = replace(
-                pairs[place],
-                # Noise of its own, whichever other sessions there are
-                index=FINAL_INDEX + pairs[place].index,
-                original=first.original,
-                original_caption=first.original_caption,
-                key=result_key(session, turn, is_final=True),
-                after=before,
-                parts=(FINAL,) if turn == len(places) else (),
-            )
-            before = len(result)
-            result.append(pair)
+        before[pair.session] = len(result)
+        pair = replace(
+            pair,
+            index=FINAL_INDEX + pair.index,  # noise of its own, whichever other sessions there are
+            original=result[after].original,
+            key=result_key(pair.session, pair.turn, "iter"),
+            after=after,
+            parts=(FINAL,) if is_final else (),
+        )
+        result.append(pair)
     return result
 
 
 def magicbrush_pairs(folder):
     """Yield the pairs of MagicBrush's test folder or dev shards."""
     captions = read_json(folder / CAPTIONS) if (folder / CAPTIONS).is_file() else {}
-    turns_of = magicbrush_turns if (folder / SESSIONS).is_file() else dev_turns
-    for place, session, turn, output, instruction, *images in turns_of(folder):
-        before, after, mask = images
-        pair = HeldOutPair(0, place, instruction, before, after, mask=mask)
-        caption, key = captions.get(session, {}).get(output), result_key(session, turn)
-        yield replace(pair, edited_caption=caption, key=key, session=session, turn=turn)
-
-
-def magicbrush_turns(folder):
-    """Yield (place, session, turn, file of the true image, instruction, *images) of the test."""
-    for session, turns in read_json(folder / SESSIONS).items():
-        folder_of = folder / "images" / session
-        for turn, entry in enumerate(turns, start=1):
-            names = (entry["input"], entry["output"], entry.get("mask"))
-            images = (name and read_beside(folder_of, name) for name in names)
-            place = str(folder_of / entry["input"])
-            yield place, session, turn, entry["output"], entry["instruction"], *images
-
-
-def dev_turns(folder):
-    """The same of MagicBrush's shards."""
-    for place, row in rows_of(folder):
+    rows = rows_of_sessions(folder) if (folder / SESSIONS).is_file() else rows_of(folder)
+    for place, row in rows:
         session, turn = str(row["img_id"]), row["turn_index"]
-        images = row["source_img"], row["target_img"], row.get("mask_img")
-        yield place, session, turn, f"{session}-output{turn}.png", row["instruction"], *images
+        output = row.get("output", f"{session}-output{turn}.png")
+        yield HeldOutPair(
+            0,
+            place,
+            row["instruction"],
+            row["source_img"],
+            row["target_img"],
+            edited_caption=captions.get(session, {}).get(output),
+            mask=row.get("mask_img"),
+            key=result_key(session, turn, "inde"),
+            session=session,
+            turn=turn,
+        )
+
+
+def rows_of_sessions(folder):
+    """Yield (name, row) of MagicBrush's test folder, with the columns of its shards."""
+    columns = {"input": "source_img", "output": "target_img", "mask": "mask_img"}
+    for session, turns in read_json(folder / SESSIONS).items():
+        images = folder / "images" / session
+        for turn, entry in enumerate(turns, start=1):
+            row = {"img_id": session, "turn_index": turn} | entry
+            for name in columns.keys() & entry.keys():
+                row[columns[name]] = read_beside(images, entry[name])
+            yield f"{images} turn {turn}", row
 
 
 def emu_edit_pairs(folder):
@@ -156,13 +157,8 @@ def gedit_pairs(folder, language):
 
 def imgedit_pairs(folder):
     """Yield the edits of ImgEdit-Bench's basic suite, with images in the folder or below it."""
-    if not (folder / IMGEDIT_LIST).is_file():
-        raise ValueError(
-            f"--data_dir {folder} has no {IMGEDIT_LIST}; copy it there from Benchmark/Basic of "
-            "github.com/PKU-YuanGroup/ImgEdit, beside the images of Benchmark.tar"
-        )
     roots = [folder, *sorted(x for x in folder.iterdir() if x.is_dir())]
-    for key, entry in read_json(folder / IMGEDIT_LIST).items():
+    for key, entry in read_json(folder / "basic_edit.json").items():
         root = next((x for x in roots if (x / entry["id"]).is_file()), folder)
         place, image = str(root / entry["id"]), read_beside(root, entry["id"])
         yield HeldOutPair(0, place, entry["prompt"], image, key=key, group=entry["edit_type"])
@@ -170,12 +166,7 @@ def imgedit_pairs(folder):
 
 def rows_of(folder):
     """Yield (name, row) of the rows of parquet or Arrow shards; an image is its bytes."""
-    files = sorted(x for x in folder.glob("[!.]*") if x.suffix in (".parquet", ".arrow"))
-    if not files:
-        raise ValueError(
-            f"--data_dir {folder} has no *.parquet or *.arrow; name the shards' folder"
-        )
-    for file in files:
+    for file in sorted(x for x in folder.glob("[!.]*") if x.suffix in (".parquet", ".arrow")):
         if file.suffix == ".parquet":
             batches = pq.ParquetFile(file).iter_batches(16)
         else:  # a stream, as `datasets` writes it

@@ -16,9 +16,9 @@ from diffusers_flax.data.images import check_one_shape, decode_image
 from diffusers_flax.data.lists import CAPTIONS, READ, read_list
 from diffusers_flax.data.options import Columns
 from diffusers_flax.data.shards import (
+    check_column,
     choose_instruction,
     find_mask_column,
-    latents_metadata,
     list_row_groups,
     pair_at,
     read_columns,
@@ -69,12 +69,9 @@ class HeldOutPair:
             raise ValueError(f"{self.input}: {error}") from error
         return image if size is None else fit_image(image, size)
 
-    def decoded_mask(self, size=None):
-        """The mask, PIL of mode 1, scaled and cropped likewise; None if the pair has none."""
-        if self.mask is None:
-            return None
-        mask = read_mask_of(self.mask, f"the mask of {self.input}")
-        return mask if size is None else fit_mask(mask, size)
+    def decoded_mask(self, size):
+        """The mask of a pair that has one, PIL of mode 1, scaled and cropped likewise."""
+        return fit_mask(read_mask_of(self.mask, f"the mask of {self.input}"), size)
 
 
 def pairs_of_jsonl(file, max_pairs=None):
@@ -99,7 +96,7 @@ def pairs_of_shards(
 
     Args:
         directory: of the shards.
-        columns: with mask "" masks are read if there are any.
+        columns: masks are read if there are any.
         captions: columns of both captions; "": original_prompt and edited_prompt, if they exist.
         max_pairs: number of pairs to read; None: all.
 
@@ -108,26 +105,20 @@ def pairs_of_shards(
         The first of several instructions is taken.
 
     Raises:
-        ValueError: the shards cannot be read, have latents or no pair, or lack a named column.
+        ValueError: the shards cannot be read, have no pair, or lack a named column.
     """
     pairs, first_index = [], 0
     for group in list_row_groups(directory, replace(columns, mask=None), flag="--data_dir"):
         schema = group.metadata.schema.to_arrow_schema()
-        if latents_metadata(group.metadata) is not None:
-            raise ValueError(f"{group.path} has latents; name the directory of the images")
-        if columns.mask is not None:
-            mask = find_mask_column(schema, group.path, columns.mask, missing_ok=True)
-            group = group._replace(mask_column=mask)
-        cells, texts = read_row_group(group), []
+        mask = find_mask_column(schema, group.path, columns.mask or "", missing_ok=True)
+        cells, texts = read_row_group(group._replace(mask_column=mask)), []
         for given, default in zip(captions, CAPTIONS):
+            texts.append([None] * group.num_rows)
             name = given or default
+            if given:
+                check_column(schema, group.path, given, f"{default}_column")
             if name in schema.names:
-                texts.append(read_columns(group, [name])[name].to_pylist())
-            elif given:
-                names = ", ".join(schema.names)
-                raise ValueError(f"{group.path} has no column {given}; it has {names}")
-            else:
-                texts.append([None] * group.num_rows)
+                texts[-1] = read_columns(group, [name])[name].to_pylist()
         for row in range(group.num_rows):
             pair, name = pair_at(cells, row), f"{group.path} row {group.first_row + row}"
             if pair.original and pair.instruction:

@@ -29,7 +29,7 @@ def mean_over(values, strata=None):
     return float(np.mean(means))
 
 
-def bootstrap_interval(values, clusters, strata=None, num_resamples=NUM_RESAMPLES):
+def bootstrap_interval(values, clusters, strata=None):
     """The 95% percentile interval of mean_over(values, strata).
 
     Clusters are drawn with replacement, within their stratum: the turns of one session are not
@@ -39,7 +39,6 @@ def bootstrap_interval(values, clusters, strata=None, num_resamples=NUM_RESAMPLE
         values: (n,), NaN where unknown.
         clusters: label of each value.
         strata: label of each value; None: one for all. A cluster lies in one stratum.
-        num_resamples: number of resamples.
 
     Returns:
         (low, high), floats; None with fewer than two clusters.
@@ -54,10 +53,9 @@ def bootstrap_interval(values, clusters, strata=None, num_resamples=NUM_RESAMPLE
         mine = strata == stratum
         _, cluster = np.unique(clusters[mine], return_inverse=True)
         sums, counts = np.bincount(cluster, values[mine]), np.bincount(cluster)
-        drawn = rng.integers(len(sums), size=(num_resamples, len(sums)))
+        drawn = rng.integers(len(sums), size=(NUM_RESAMPLES, len(sums)))
         means.append(sums[drawn].sum(1) / counts[drawn].sum(1))
-    low, high = np.quantile(np.mean(means, axis=0), ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    return float(low), float(high)
+    return tuple(np.quantile(np.mean(means, axis=0), ((1 - LEVEL) / 2, (1 + LEVEL) / 2)).tolist())
 
 
 def over_seeds(all_values):

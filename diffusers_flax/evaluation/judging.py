@@ -1,7 +1,7 @@
 """Scores of edits by a judge, a vision-language model behind an OpenAI-compatible endpoint.
 
-    questions = questions_of(pairs, folder, "gedit", load_prompts(None, "gedit", ()))
-    lines = ask_all(questions, Path("judge/0.jsonl"), flags)
+    prompts = load_prompts(None, "gedit", ())
+    answers = ask_all(pairs, folder, Path("judge/0.jsonl"), config, prompts)
 
 GEdit-Bench asks two questions for each edit, of VIEScore: how well the edit succeeds (0 to 10, the
 least of two scores) and how good the image looks (likewise); the overall score is the root of
@@ -15,12 +15,13 @@ import ast
 import base64
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
 import re
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,6 @@ from diffusers_flax.loading.files import read_json, write_text
 from diffusers_flax.messages import one_line
 
 ANSWERS = "judge"  # directory of answers, a file for each row of results.json
-MOST_FAILURES = 8  # questions of a row without any answer, after which the judge counts as down
 GEDIT_AREA = 512 * 512  # pixels of the images that the judge of GEdit-Bench sees
 # Up to the last end of thinking, and thinking without an end.
 THINKING = re.compile(r"(?s)^.*</think(?:ing)?>|<think(?:ing)?>.*$")
@@ -110,8 +110,12 @@ def load_prompts(file, protocol, groups):
     if file is None:
         prompts = PROMPTS[protocol]
     elif file.suffix == ".py":
+        try:
+            lines = ast.parse(file.read_text(encoding="utf-8")).body
+        except SyntaxError as error:
+            raise ValueError(f"--judge_prompts {file} is not valid Python: {error}") from error
         texts = defaultdict(str)
-        for line in ast.parse(file.read_text(encoding="utf-8")).body:
+        for line in lines:
             if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):
                 texts[line.targets[0].id] = line.value.value
         prompts = {x: "\n".join(texts[part] for part in parts) for x, parts in VIESCORE.items()}
@@ -145,42 +149,13 @@ def save_source(pair, protocol, result):
     save_image(gedit_size(original) if protocol == "gedit" else original, source_file(result))
 
 
-def questions_of(pairs, folder, protocol, prompts):
-    """Questions {"key", "name", "text", "images"} about all results, the last of the images."""
-    questions = []
-    for place, pair in enumerate(pairs):
-        result = folder / pair.result_file(place)
-        both = [source_file(result), result]
-        asked = [(ALL_TYPES, prompts.get(pair.group), both)]
-        if protocol == "gedit":
-            asked = [(SEMANTICS, prompts[SEMANTICS], both), (QUALITY, prompts[QUALITY], both[1:])]
-        for name, prompt, images in asked:
-            text = prompt.replace(MARKS[protocol], pair.instruction)
-            questions.append({"key": pair.key, "name": name, "text": text, "images": images})
-    return questions
-
-
-def content_of(question):
-    """A question as the content of a chat message; results of GEdit-Bench are scaled."""
-    content = [{"type": "text", "text": question["text"]}]
-    for file in question["images"]:
-        image = Path(file).read_bytes()
-        if question["name"] != ALL_TYPES and file == question["images"][-1]:
-            encoded = io.BytesIO()
-            gedit_size(Image.open(file).convert("RGB")).save(encoded, "PNG")
-            image = encoded.getvalue()
-        url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
-        content.append({"type": "image_url", "image_url": {"url": url}})
-    return content
-
-
-def parse_scores(question, reply):
+def parse_scores(protocol, reply):
     """The scores in a reply; what the judge thinks first does not count.
 
     Args:
-        question: its name.
-        reply: text: of ALL_TYPES lines that end in ": 3", of which the last three count; else JSON
-            with "score", or a list, of which the last counts.
+        protocol: "gedit" or "imgedit".
+        reply: text: for "imgedit" lines that end in ": 3", of which the last three count; for
+            "gedit" JSON with "score", of which the last counts.
 
     Returns:
         List of floats, three or two.
@@ -189,16 +164,14 @@ def parse_scores(question, reply):
         ValueError: there are more, fewer or none, or they are out of range.
     """
     text = THINKING.sub("", reply)
-    if question == ALL_TYPES:
+    if protocol == "imgedit":
         least, most, count = 1, 5, 3
         line = r"(?m):[ *]*(\d(?:\.\d+)?)(?: */ *5)?[ *.]*(?:\(.*\))?[ *.\r]*$"
         found = re.findall(line, text)[-count:]
     else:
         least, most, count = 0, 10, 2
-        start = r"""(?i)scores?["']?\s*:\s*""" if "score" in text.lower() else ""
-        lists = re.findall(rf"{start}\[([^\[\]]*)\]", text)
-        last = re.sub(r"\([^()]*\)", "", lists[-1]) if lists else ""  # without reasons in brackets
-        found = re.findall(r"-?\d+(?:\.\d+)?", last)
+        lists = re.findall(r"""(?i)scores?["']?\s*:\s*\[([^\[\]]*)\]""", text)
+        found = re.findall(r"-?\d+(?:\.\d+)?", lists[-1]) if lists else []
     scores = [float(x) for x in found]
     if len(scores) != count or not all(least <= x <= most for x in scores):
         raise ValueError(
@@ -207,72 +180,92 @@ def parse_scores(question, reply):
     return scores
 
 
-def ask_all(questions, file, flags):
-    """Ask each question until its answer has scores, if it has no answer in a file yet.
+def ask_all(pairs, folder, file, config, prompts):
+    """Ask about all results, each question until its answer has scores.
 
     Args:
-        questions: of questions_of.
-        file: of answers, JSON lines, which gets the new ones.
-        flags: JudgeFlags.
+        pairs: list of HeldOutPair.
+        folder: of the results.
+        file: of answers, JSON lines; what it answers is not asked again, new answers are added.
+        config: JudgeFlags, with protocol.
+        prompts: of load_prompts.
 
     Returns:
-        A line per question, with "key", "question", "scores" and "reply"; without scores "reason".
+        For each pair a list of answers with "key", "question", and "scores" and "reply", or
+        "reason": two of "gedit", one of "imgedit".
 
     Raises:
-        ValueError: the judge has never answered and has no score for MOST_FAILURES questions.
+        ValueError: there is no such server or model, or it refuses the key.
     """
     import openai  # a second to import
 
-    known, lines = {}, []
+    known = {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         with suppress(ValueError):  # of a line that a kill cut short
             entry = json.loads(line)
             known[entry["checksum"]] = entry
     client = openai.OpenAI(
-        base_url=flags.judge,
+        base_url=config.judge,
         api_key=os.environ.get("OPENAI_API_KEY") or "no-key",
-        timeout=flags.judge_timeout,
-        max_retries=flags.judge_attempts - 1,
+        timeout=config.judge_timeout,
+        max_retries=config.judge_attempts - 1,
     )
+    is_gedit = config.protocol == "gedit"
 
-    def ask(question):
-        content = content_of(question)
-        text = json.dumps([flags.judge_model, content])
-        checksum = hashlib.sha256(text.encode()).hexdigest()[:16]
+    def ask(pair, question, text, files):
+        content = [{"type": "text", "text": text}]
+        for image_file in files:
+            image = image_file.read_bytes()
+            if is_gedit and image_file == files[-1]:  # the result
+                encoded = io.BytesIO()
+                gedit_size(Image.open(image_file).convert("RGB")).save(encoded, "PNG")
+                image = encoded.getvalue()
+            url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+            content.append({"type": "image_url", "image_url": {"url": url}})
+        asked = json.dumps([config.judge_model, content])
+        checksum = hashlib.sha256(asked.encode()).hexdigest()[:16]
         if checksum in known:
             return known[checksum]
-        entry = {"key": question["key"], "question": question["name"], "checksum": checksum}
+        entry = {"key": pair.key, "question": question, "checksum": checksum}
         messages = [{"role": "user", "content": content}]
-        for _ in range(flags.judge_attempts):
+        for _ in range(config.judge_attempts):
             try:
-                answer = client.chat.completions.create(model=flags.judge_model, messages=messages)
+                answer = client.chat.completions.create(model=config.judge_model, messages=messages)
                 entry["reply"] = answer.choices[0].message.content or ""
-                entry["scores"] = parse_scores(question["name"], entry["reply"])
+                entry["scores"] = parse_scores(config.protocol, entry["reply"])
             except (ValueError, TypeError) as error:  # no scores, or not the answer of a chat
                 reason = one_line(error, 200)
-            except Exception as error:  # of the server; the client has asked again
-                return entry | {"reason": one_line(error, 200)}
+            except (openai.APITimeoutError, openai.APIStatusError) as error:
+                if getattr(error, "status_code", 408) in (401, 403, 404):
+                    raise
+                return entry | {"reason": one_line(error, 200)}  # the client has asked again
             else:
                 with open(file, "a", encoding="utf-8") as opened:
                     opened.write(f"{json.dumps(entry)}\n")
                 return entry
         return entry | {"reason": reason}
 
-    pool = ThreadPoolExecutor(flags.judge_parallel)
-    asked = [pool.submit(ask, question) for question in questions]
+    def ask_about(place):
+        pair, result = pairs[place], folder / pairs[place].result_file(place)
+        both = [source_file(result), result]
+        files = {SEMANTICS: both, QUALITY: both[1:]} if is_gedit else {pair.group: both}
+        answers = []
+        for question, images in files.items():
+            text = prompts[question].replace(MARKS[config.protocol], pair.instruction)
+            answers.append(ask(pair, question, text, images))
+        return answers
+
+    pool = ThreadPoolExecutor(config.judge_parallel)
     try:
-        for future in tqdm(as_completed(asked), "judging", len(asked), unit="answer"):
-            lines.append(future.result())
-            is_silent = not known and not any("scores" in line for line in lines)
-            if is_silent and len(lines) == MOST_FAILURES:
-                raise ValueError(
-                    f"--judge has no score for the first {MOST_FAILURES} questions "
-                    f"({lines[0]['reason']}); check its address, model and OPENAI_API_KEY"
-                )
+        return list(tqdm(pool.map(ask_about, range(len(pairs))), "judging", len(pairs)))
+    except openai.OpenAIError as error:
+        raise ValueError(
+            f"--judge {config.judge}: {one_line(error, 200)}; check its address, --judge_model and "
+            "OPENAI_API_KEY"
+        ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         client.close()
-    return lines
 
 
 def judge_rows(config, pairs, results, prompts):
@@ -287,7 +280,7 @@ def judge_rows(config, pairs, results, prompts):
     Returns:
         Sentences: the judge and its prompts, and each row with edits that have no score.
     """
-    sentences = []
+    sentences, groups = [], [pair.group for pair in pairs]
     given = "this project's prompts: not comparable with papers"
     if config.judge_prompts:
         given = f"the prompts of {config.judge_prompts.name}"
@@ -295,21 +288,25 @@ def judge_rows(config, pairs, results, prompts):
         images = config.output_dir / "images" / row["images"]
         file = config.output_dir / ANSWERS / f"{row['images']}.jsonl"
         file.parent.mkdir(exist_ok=True)
-        lines = ask_all(questions_of(pairs, images, config.protocol, prompts), file, config)
+        answers = ask_all(pairs, images, file, config, prompts)
+        lines = [line for of_pair in answers for line in of_pair]
         if config.protocol == "imgedit":
             replies = {line["key"]: line["reply"] for line in lines if "scores" in line}
             write_text(images / "result.json", json.dumps(replies, indent=4))
-        values = values_of_answers(config.protocol, pairs, lines)
+        values = defaultdict(list)
+        for pair, of_pair in zip(pairs, answers):
+            scores = scores_of_edit(config.protocol, [x.get("scores") for x in of_pair])
+            for name, part in itertools.product(scores, PROTOCOLS[config.protocol].parts):
+                values[f"{name}{part}"].append(scores[name] if part in pair.parts else np.nan)
         save_values(config.output_dir, row["images"], values)
-        row |= {name: mean_over(x, [pair.group for pair in pairs]) for name, x in values.items()}
+        row |= {name: mean_over(x, groups) for name, x in values.items()}
         row |= {"judge": config.judge_model, "judge_prompts": given}
         save_results(config.output_dir, results)
         failed = {line["key"]: line["reason"] for line in lines if "reason" in line}
-        if failed:
-            key, reason = next(iter(failed.items()))
+        for key in [*failed][:1]:
             sentences.append(
                 f"no score for {len(failed)} of {len(pairs)} edits of {row['model']}, such as "
-                f"{key} ({reason}); the same command asks again"
+                f"{key} ({failed[key]}); the same command asks again"
             )
     judged = [row for row in results["rows"] if "judge" in row]
     sentences += [f"judge: {x['judge']}, with {x['judge_prompts']}" for x in judged]
@@ -318,21 +315,11 @@ def judge_rows(config, pairs, results, prompts):
     return [*dict.fromkeys(sentences)]
 
 
-def values_of_answers(protocol, pairs, lines):
-    """{metric and part's suffix: one score per pair}; NaN for an edit that lacks an answer."""
-    answers, values = defaultdict(dict), defaultdict(list)
-    for line in lines:
-        if "scores" in line:
-            answers[line["key"]][line["question"]] = line["scores"]
-    for pair in pairs:
-        found = answers[pair.key]
-        if protocol == "imgedit":  # ImgEdit's own program rounds the mean of each edit
-            scores = {"overall": round(float(np.mean(found.get(ALL_TYPES, np.nan))), 2)}
-        else:
-            known = len(found) == 2
-            scores = {name: min(found[name]) if known else np.nan for name in (SEMANTICS, QUALITY)}
-            scores["overall"] = math.sqrt(scores[SEMANTICS] * scores[QUALITY])
-        for part in PROTOCOLS[protocol].parts:
-            for name, score in scores.items():
-                values[f"{name}{part}"].append(score if part in pair.parts else np.nan)
-    return values
+def scores_of_edit(protocol, scores):
+    """{metric: score} of an edit, NaN if an answer has no scores; scores: of each answer."""
+    if None in scores:
+        return dict.fromkeys(PROTOCOLS[protocol].metrics, np.nan)
+    if protocol == "imgedit":  # its own program rounds the mean of each edit
+        return {"overall": round(float(np.mean(scores)), 2)}
+    semantics, quality = map(min, scores)
+    return {SEMANTICS: semantics, QUALITY: quality, "overall": math.sqrt(semantics * quality)}

@@ -16,10 +16,9 @@ from diffusers_flax.data.images import load_image
 from diffusers_flax.devices.memory import peak_memory
 from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.evaluation.judging import save_source
+from diffusers_flax.evaluation.metrics import ResultScorer
 from diffusers_flax.evaluation.protocols import PROTOCOLS, metrics_of
 from diffusers_flax.evaluation.results import save_results, save_values
-from diffusers_flax.evaluation.results_report import best_and_worst, grid_places, ranking_metric
-from diffusers_flax.evaluation.scoring import ResultScorer
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.generating.batches import (
     FileWriter,
@@ -44,7 +43,7 @@ from diffusers_flax.parameters import replicate_params
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.sampling import decode, make_schedule
 
-IMAGES = "images"  # directory of results: of the report's images, or all of a benchmark's
+IMAGES = "images"  # directory of results
 BASELINES = {"original": "copied input", "edited": "truth"}
 VAE_BASELINES = {"original": "VAE round trip of the input", "edited": "VAE round trip of the truth"}
 
@@ -87,16 +86,17 @@ class Evaluation:
             if metrics:
                 rows.append({"baseline": name, "model": model} | averages(metrics))
 
-    def measure_model(self, model, checked, todo, bar):
+    def measure_model(self, model, pipeline_type, scheduler, todo, bar):
         """Measure a model at scales and seeds; add a row to the results for each.
 
         Args:
             model: its name.
-            checked: of check_model.
+            pipeline_type: class of its pipeline.
+            scheduler: of check_sampling.
             todo: list of (guidance_scale, image_guidance_scale, seed), not empty.
             bar: progress bar, in units of edits.
         """
-        config, pairs, pipeline_type = self.config, self.pairs, checked.pipeline_type
+        config, pairs = self.config, self.pairs
         devices = devices_for(largest_round(pairs))
         peak_memory(devices, reset=True)
         bar.set_description(model)
@@ -104,7 +104,7 @@ class Evaluation:
         all_sampling = [from_flags(Sampling, config, **dict(zip(names, run))) for run in todo]
         most_branches = max((x.branches(pipeline_type) for x in all_sampling), key=len)
         options = from_flags(ModelOptions, config, dtype=choose_dtype(config.dtype))
-        pipeline = open_model(model, pipeline_type, checked.scheduler, config.accelerate, options)
+        pipeline = open_model(model, pipeline_type, scheduler, config.accelerate, options)
         of_batches = config.batch_size, most_branches, self.sizes
         pipeline, planned = plan_images(pipeline, devices, len(pairs), *of_batches)
         tqdm.write(planned, file=sys.stderr)
@@ -174,7 +174,7 @@ class Evaluation:
         return make_images(models, requests, self.sizes, places, load, size, bar, in_flight=1)
 
     def measure_edits(self, models, sampling, folder, bar):
-        """Edit and measure all pairs; keep the images that the report shows, or a benchmark's all.
+        """Edit and measure all pairs.
 
         Returns:
             ({metric: one float per pair, (n,)}, seconds of the pipeline's calls).
@@ -204,12 +204,6 @@ class Evaluation:
                         files.write(
                             save_source, pairs[place], self.config.protocol, files_of[place]
                         )
-        if not self.protocol.is_benchmark:
-            shown = {*grid_places(len(pairs))}
-            if metric := ranking_metric(averages(metrics)):
-                shown.update(*best_and_worst(metrics[metric], metric))
-            for place in {*range(len(pairs))} - shown:
-                files_of[place].unlink()
         return metrics, total_seconds
 
 

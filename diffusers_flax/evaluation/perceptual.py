@@ -25,14 +25,9 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Of LPIPS, version 0.1, for images in [-1, 1]
 LPIPS_SHIFT, LPIPS_SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
 ALEXNET = "https://download.pytorch.org/models/alexnet-owt-7be5be79.pth"
-# Convolutions of AlexNet: number in the file, channels, kernel, stride, padding, pooled before
-ALEXNET_LAYERS = (
-    (0, 3, 64, 11, 4, 2, False),
-    (3, 64, 192, 5, 1, 2, True),
-    (6, 192, 384, 3, 1, 1, True),
-    (8, 384, 256, 3, 1, 1, False),
-    (10, 256, 256, 3, 1, 1, False),
-)
+# Convolutions of AlexNet: number in the file, stride, padding; before two of them it pools.
+ALEXNET_LAYERS = ((0, 4, 2), (3, 1, 2), (6, 1, 1), (8, 1, 1), (10, 1, 1))
+POOLED = (3, 6)
 
 
 @contextmanager
@@ -122,27 +117,28 @@ class Lpips:
         alexnet = torch.hub.load_state_dict_from_url(
             ALEXNET, map_location="cpu", check_hash=True, weights_only=True
         )
-        self._layers = []  # (layer, weight of its differences)
-        for i, (number, *sizes, is_pooled) in enumerate(ALEXNET_LAYERS):
-            convolution = torch.nn.Conv2d(*sizes)
-            names = {name: alexnet[f"features.{number}.{name}"] for name in ("weight", "bias")}
-            convolution.load_state_dict(names)
-            pool = [torch.nn.MaxPool2d(3, 2)] * is_pooled
-            layer = torch.nn.Sequential(*pool, convolution, torch.nn.ReLU()).eval()
-            self._layers.append((layer, weights[f"lin{i}.model.1.weight"]))
+        self._layers = []  # kernel, bias, weight of the differences
+        for i, (number, *_) in enumerate(ALEXNET_LAYERS):
+            names = f"features.{number}.weight", f"features.{number}.bias"
+            layer = *(alexnet[name] for name in names), weights[f"lin{i}.model.1.weight"]
+            self._layers.append(layer)
 
     def distance(self, a, b):
         """LPIPS of two PIL images of one size, at least 31 pixels."""
         import torch
+        import torch.nn.functional as F
 
         images = np.stack([np.asarray(x.convert("RGB"), np.float32) / 127.5 - 1 for x in (a, b)])
         images = (images - np.float32(LPIPS_SHIFT)) / np.float32(LPIPS_SCALE)
         total = 0.0
         with exact_inference() as device:
             x = torch.from_numpy(images).to(device).permute(0, 3, 1, 2)
-            for layer, weight in self._layers:
-                x = layer.to(device)(x)
+            for (number, stride, padding), layer in zip(ALEXNET_LAYERS, self._layers):
+                kernel, bias, weight = (tensor.to(device) for tensor in layer)
+                if number in POOLED:
+                    x = F.max_pool2d(x, 3, 2)
+                x = F.relu(F.conv2d(x, kernel, bias, stride, padding))
                 unit = x / (x.square().sum(1, keepdim=True).sqrt() + 1e-10)
                 change = (unit[:1] - unit[1:]).square()
-                total += torch.nn.functional.conv2d(change, weight.to(device)).mean().item()
+                total += F.conv2d(change, weight).mean().item()
         return total

@@ -11,8 +11,7 @@ from diffusers_flax.evaluation.metrics import METRICS, PIXEL_METRICS
 
 VIT_L_14 = "openai/clip-vit-large-patch14"
 VIT_B_32 = "openai/clip-vit-base-patch32"
-USUAL = (  # metrics of instruct_pix2pix
-    *PIXEL_METRICS,
+SIMILARITIES = (
     *("image_similarity", "direction_similarity", "text_similarity", "truth_similarity"),
 )
 
@@ -36,7 +35,7 @@ class Protocol:
 
 PROTOCOLS = {
     "instruct_pix2pix": Protocol(
-        metrics={name: METRICS[name].heading for name in USUAL},
+        metrics={name: METRICS[name].heading for name in (*PIXEL_METRICS, *SIMILARITIES)},
         clip_model=VIT_L_14,
         is_benchmark=False,
     ),
@@ -99,14 +98,13 @@ class ScoreFlags:
 
 
 def metrics_of(config):
-    """{name: heading} of the metrics to compute, without those whose model is "".
+    """Names of the metrics to compute, without those whose model is "".
 
-    Args:
-        config: ScoreFlags, with clip_model.
+    config: ScoreFlags, with clip_model.
     """
     protocol = PROTOCOLS[config.protocol]
     if protocol.is_judged:
-        return {}
-    wanted = {name: METRICS[name].heading for name in config.metrics} | protocol.metrics
+        return []
     models = {"clip": config.clip_model, "dino": config.dino_model}
-    return {name: x for name, x in wanted.items() if models.get(METRICS[name].network, True)}
+    names = dict.fromkeys((*config.metrics, *protocol.metrics))
+    return [name for name in names if models.get(METRICS[name].network, True)]

@@ -10,14 +10,13 @@ from diffusers_flax.evaluation.held_out import checksum_of_pairs
 from diffusers_flax.generating.recipes import digest_of, state_of_files
 from diffusers_flax.loading.files import read_json, write_text
 from diffusers_flax.messages import differences
-from diffusers_flax.pipelines.sampling import timestep_options
 
 RESULTS = "results.json"
 VALUES = "values"  # directory of the values per pair, a file for each row of results.json
 SETTINGS = (  # flags
-    *("protocol", "clip_model", "dino_model", "metrics", "scheduler", "timesteps", "eta"),
-    *("timestep_spacing", "unet_delta", "lora", "embedding", "accelerate", "batch_size"),
-    "use_masks",
+    *("num_inference_steps", "protocol", "clip_model", "dino_model", "metrics", "scheduler"),
+    *("timesteps", "eta", "timestep_spacing", "unet_delta", "lora", "embedding", "accelerate"),
+    *("batch_size", "use_masks"),
 )
 FILES = ("unet_delta", "lora", "embedding", "accelerate")  # flags that may name files
 
@@ -25,11 +24,9 @@ FILES = ("unet_delta", "lora", "embedding", "accelerate")  # flags that may name
 def settings_of_results(config, pairs, resolution):
     """The settings that all rows of results.json share, most by their flags' names."""
     devices = jax.local_devices()[: len(pairs)]
-    steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta)
     settings = {
         "num_pairs": len(pairs),
         "checksum of the pairs": checksum_of_pairs(pairs),
-        "num_inference_steps": steps["num_inference_steps"],
         "resolution": resolution,
         "dtype": str(choose_dtype(config.dtype)),
         "devices": f"{len(devices)} x {devices[0].device_kind}",

@@ -44,24 +44,6 @@ COSTS = {  # number in a row of results.json: (heading, unit)
 }
 
 
-def ranking_metric(row):
-    """The first of RANKED that a row of results.json has, or None."""
-    return next((metric for metric in RANKED if row.get(metric) is not None), None)
-
-
-def best_and_worst(values, metric):
-    """Places of the NUM_EXTREMES best pairs, and of as many worst ones; NaN is left out."""
-    order = np.argsort(-RANKED[metric] * values, kind="stable")
-    order = order[np.isfinite(values[order])]
-    return order[:NUM_EXTREMES], order[::-1][:NUM_EXTREMES]
-
-
-def grid_places(num_pairs):
-    """Places of the pairs in grid.png, evenly spaced."""
-    n = min(GRID_PAIRS, num_pairs)
-    return [i * num_pairs // n for i in range(n)]
-
-
 def write_report(output_dir, results, pairs, sizes, sentences):
     """Write all files.
 
@@ -81,9 +63,11 @@ def write_report(output_dir, results, pairs, sizes, sentences):
     for row in best_rows(rows, "l1"):
         scales = f"{row['guidance_scale']:g} and {row['image_guidance_scale']:g}"
         best[f"{row['model']}, guidance {scales}"] = row
-    shown = [(place, best) for place in grid_places(len(pairs))]
+    num_shown = min(GRID_PAIRS, len(pairs))
+    shown = [(i * len(pairs) // num_shown, best) for i in range(num_shown)]  # evenly spaced
     save_image(image_rows(output_dir, pairs, sizes, shown), output_dir / "grid.png")
-    if metric := ranking_metric(rows[0]):
+    metric = next((name for name in RANKED if rows[0].get(name) is not None), None)
+    if metric:
         image = image_rows(output_dir, pairs, sizes, extremes(output_dir, rows, metric))
         save_image(image, output_dir / "best_and_worst.png")
 
@@ -221,11 +205,12 @@ def extremes(output_dir, rows, metric):
     shown = []
     for row in best_rows(rows, metric):
         values = load_values(output_dir, row["images"])[metric]
-        for word, places in zip(("best", "worst"), best_and_worst(values, metric)):
-            for place in places:
-                shown.append(
-                    (place, {f"{row['model']}, {word}, {metric} {values[place]:.3f}": row})
-                )
+        order = np.argsort(-RANKED[metric] * values, kind="stable")
+        order = order[np.isfinite(values[order])]
+        for word, places in (("best", order), ("worst", order[::-1])):
+            for place in places[:NUM_EXTREMES]:
+                text = f"{row['model']}, {word}, {metric} {values[place]:.3f}"
+                shown.append((place, {text: row}))
     return shown
 
 

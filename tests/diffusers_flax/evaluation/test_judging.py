@@ -7,6 +7,7 @@ import math
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from PIL import Image
 from tiny_models import make_tiny_pipeline
 
 from diffusers_flax.evaluation import judging
+from diffusers_flax.evaluation.held_out import HeldOutPair
 from diffusers_flax.evaluation.judging import (
     ALL_TYPES,
     QUALITY,
@@ -211,35 +213,24 @@ def test_imgedit(bare):
 
 
 @pytest.mark.parametrize(
-    ("question", "reply", "scores"),
+    ("protocol", "reply", "scores"),
     [
-        (SEMANTICS, GOOD[SEMANTICS], [8, 6]),
-        (QUALITY, GOOD[QUALITY], [9, 4]),
-        (QUALITY, '||V^=^V||\n{"score": [3.5, 2], "reasoning": ""}\n||V^=^V||', [3.5, 2]),
-        (SEMANTICS, "I say [7, 0]", [7, 0]),
-        (SEMANTICS, '<think>Maybe {"score": [2, 3]}?</think>{"score": [7, 8]}', [7, 8]),
-        (SEMANTICS, 'Maybe {"score": [2, 3]}? No: {"score": [7, 8]}', [7, 8]),
-        (SEMANTICS, '{"Scores": [7, 8], "reasoning": "boxes [1, 2]"}', [7, 8]),
-        (SEMANTICS, "{'score': ['4 (the hat, in part)', '6.5'], 'reasoning': ''}", [4, 6.5]),
-        (SEMANTICS, '<thinking>Maybe {"score": [2, 3]}, or', None),
-        (SEMANTICS, '{"score": [7, 8, 9]}', None),
-        (SEMANTICS, '{"score": [-1, 3]}', None),
-        (SEMANTICS, '{"score": [7, 11]}', None),
-        (SEMANTICS, '{"score": 7, "reasoning": "boxes [1, 2]"}', None),
-        (SEMANTICS, "a beautiful image", None),
-        (ALL_TYPES, GOOD[ALL_TYPES], [5, 4, 4]),
-        (ALL_TYPES, "<think>A: 1\nB: 1\nC: 1</think>A: 4 (good)\nB: 3/5\nC: 2.", [4, 3, 2]),
-        (ALL_TYPES, "A: 1\nB: 1\nC: 1\nSo, again:\nA: 4\nB: 3\nC: 2", [4, 3, 2]),
-        (ALL_TYPES, GOOD[ALL_TYPES].replace("4  ", "7"), None),
-        (ALL_TYPES, GOOD[ALL_TYPES].replace("4  ", "4 of 5"), None),
+        ("gedit", GOOD[QUALITY], [9, 4]),
+        ("gedit", '<think>Maybe {"score": [2, 3]}?</think>{"score": [7, 8]}', [7, 8]),
+        ("gedit", '{"Scores": [7, 6.5], "reasoning": "boxes [1, 2]"}', [7, 6.5]),
+        ("gedit", '<thinking>Maybe {"score": [2, 3]}, or', None),
+        ("gedit", '{"score": [7, 11]}', None),
+        ("gedit", '{"score": 7, "reasoning": "boxes [1, 2]"}', None),
+        ("imgedit", "<think>A: 1\nB: 1\nC: 1</think>A: 4 (good)\nB: 3/5\nC: 2.", [4, 3, 2]),
+        ("imgedit", GOOD[ALL_TYPES].replace("4  ", "7"), None),
     ],
 )
-def test_scores_of_replies(question, reply, scores):
+def test_scores_of_replies(protocol, reply, scores):
     if scores is None:
         with pytest.raises(ValueError, match=r"no [23] scores from"):
-            parse_scores(question, reply)
+            parse_scores(protocol, reply)
     else:
-        assert parse_scores(question, reply) == scores
+        assert parse_scores(protocol, reply) == scores
 
 
 def test_prompts_of_files(tmp_path):
@@ -254,28 +245,30 @@ def test_prompts_of_files(tmp_path):
         SEMANTICS: "context\nrule\nEditing instruction: <instruction>",
         QUALITY: "context\nquality",
     }
+    file.write_text("text = (")
+    with pytest.raises(ValueError, match=r"vie_prompts.py is not valid Python: .*never closed"):
+        load_prompts(file, "gedit", {"color_alter"})
 
 
 def ask(folder, endpoint, number):
-    """judging.ask_all of questions about one image."""
-    photo(8, 8).save(folder / "a.png")
-    questions = [
-        {"key": f"k{i}", "name": ALL_TYPES, "text": f"type prompt {i}.", "images": ["a.png"]}
-        for i in range(number)
-    ]
+    """judging.ask_all about results of ImgEdit-Bench."""
+    pairs = [HeldOutPair(i, "", f"{i}.", b"", key=f"k{i}", group="add") for i in range(number)]
+    for pair in pairs:
+        for name in (pair.key, f"{pair.key}_SRCIMG"):
+            photo(8, 8).save(folder / f"{name}.png")
     flags = judging.JudgeFlags(judge=endpoint, judge_model="stub", judge_attempts=2)
-    return judging.ask_all(questions, folder / "answers.jsonl", flags)
+    config = SimpleNamespace(**vars(flags), protocol="imgedit")
+    prompts = {"add": "type prompt <edit_prompt>"}
+    return judging.ask_all(pairs, folder, folder / "answers.jsonl", config, prompts)
 
 
-def test_a_judge_that_is_down_ends_the_program(bare):
-    """Failures of a judge that has answered before do not end it."""
-    with JudgeServer({"type": [500] * 99}) as server:
-        with pytest.raises(
-            ValueError, match=r"no score for the first 8 questions \(Error code: 500"
-        ):
+def test_a_judge_that_refuses_the_key_ends_the_program(bare):
+    """Other failures do not end it."""
+    with JudgeServer({"type": [401] * 99}) as server:
+        with pytest.raises(ValueError, match=r"Error code: 401.*; check its address, --judge_mod"):
             ask(bare, server.endpoint, 40)
-        assert len(server.requests) < 80
+        assert len(server.requests) < 40
     with JudgeServer({f"prompt {i}.": [400] for i in range(1, 31)}) as server:
-        ask(bare, server.endpoint, 1)
-        lines = ask(bare, server.endpoint, 31)
-        assert [x["key"] for x in lines if "scores" in x] == ["k0"] and len(lines) == 31
+        answers = ask(bare, server.endpoint, 31)
+        assert [len(x) for x in answers] == 31 * [1]
+        assert ["scores" in x for (x,) in answers] == [True, *[False] * 30]

@@ -16,9 +16,9 @@ from tiny_models import make_tiny_clip, make_tiny_dino, save_random_alexnet
 from transformers import CLIPModel, CLIPTokenizer, ViTModel
 
 from diffusers_flax.evaluation.held_out import HeldOutPair
+from diffusers_flax.evaluation.metrics import ResultScorer
 from diffusers_flax.evaluation.perceptual import Dino, Lpips
 from diffusers_flax.evaluation.protocols import PROTOCOLS
-from diffusers_flax.evaluation.scoring import ResultScorer
 
 needs_lpips = pytest.mark.skipif(
     importlib.util.find_spec("lpips") is None, reason="needs requirements-metrics.txt"

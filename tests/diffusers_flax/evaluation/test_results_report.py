@@ -13,7 +13,6 @@ from diffusers_flax.evaluation.results_report import (
     CELL_SIZE,
     curve,
     extremes,
-    grid_places,
     image_rows,
     report_lines,
 )
@@ -78,13 +77,6 @@ def test_tables_of_given_rows(tmp_path):
         "| hub/other | 7.5 | 1.0 | 0.5/0.5 | 1/1 | 1/1 | 2.5e+03/2.5e+03 |",
     ):
         assert lines.count(line) == 1, line
-
-
-def test_the_grid_shows_pairs_from_all_over_the_list():
-    """Of the demo's list, with eight instructions for each image, all instructions."""
-    assert grid_places(3) == [0, 1, 2]
-    places = grid_places(72)
-    assert len({place % 8 for place in places}) == len({place // 8 for place in places}) == 8
 
 
 @pytest.fixture

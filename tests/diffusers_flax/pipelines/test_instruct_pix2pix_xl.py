@@ -11,8 +11,14 @@ from helpers import PROMPTS, psnr, random_inputs
 from references import edit_with_torch_xl
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
-from diffusers_flax.evaluation.edits import check_model
-from diffusers_flax.generating.models import ModelOptions, Sampling, load_weights, open_model
+from diffusers_flax.generating.models import (
+    EDIT,
+    ModelOptions,
+    check_tasks,
+    factor_and_resolution,
+    load_weights,
+    open_model,
+)
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
@@ -76,11 +82,13 @@ def test_images_are_those_of_pytorch(
 
 def test_what_edits_in_bfloat16_round(folder, loaded):
     """Not the weights of a VAE that computes in float32."""
-    sampling = Sampling(3)
-    kind, _, resolution, scheduler = check_model(str(folder), None, sampling)
-    assert resolution == 64  # the UNet's 8 latents, of 8 pixels each
-    options = ModelOptions(jnp.bfloat16)
-    pipeline = open_model(folder, kind, scheduler, (), options)
+    _, configs = check_tasks(str(folder), [EDIT])
+    assert factor_and_resolution(configs) == (8, 64)  # the UNet has 8 latents
+    options, pipeline_type = (
+        ModelOptions(jnp.bfloat16),
+        FlaxStableDiffusionXLInstructPix2PixPipeline,
+    )
+    pipeline = open_model(folder, pipeline_type, None, (), options)
     params = load_weights(pipeline, folder, options)
     jax.tree.map(np.testing.assert_array_equal, params["vae"], loaded[1]["vae"])
     del params["scheduler"]
