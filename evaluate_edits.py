@@ -43,7 +43,7 @@ from diffusers_flax.data.options import Columns
 from diffusers_flax.evaluation.benchmark_sets import add_final_turns, read_benchmark
 from diffusers_flax.evaluation.held_out import pairs_of_jsonl, pairs_of_one_shape, pairs_of_shards
 from diffusers_flax.evaluation.judging import JudgeFlags, judge_rows, load_prompts
-from diffusers_flax.evaluation.measuring import BASELINES, Evaluation
+from diffusers_flax.evaluation.measuring import BASELINES, RUN, Evaluation
 from diffusers_flax.evaluation.protocols import PROTOCOLS, ScoreFlags
 from diffusers_flax.evaluation.results import RESULTS, load_results, settings_of_results
 from diffusers_flax.evaluation.results_report import write_report
@@ -64,7 +64,6 @@ from diffusers_flax.generating.models import (
 from diffusers_flax.generating.sizes import result_size
 from diffusers_flax.schedulers.factory import check_scheduler
 
-SCALES = ("guidance_scale", "image_guidance_scale")
 # Messages of run_main
 INTERRUPTED = "the rows finished so far are in --output_dir; the same command continues"
 LESS_MEMORY = "lower --batch_size or --resolution, or use --dtype bfloat16"
@@ -162,15 +161,16 @@ def run(config):
         pairs = add_final_turns(pairs)
     config = with_single_files(config, "model")
     config = with_defaults(config, config.model, config.lora)
-    all_scales = [*itertools.product(config.guidance_scale, config.image_guidance_scale)]
+    runs, lists = {}, (config.guidance_scale, config.image_guidance_scale, config.seeds)
+    for values in itertools.product(*lists):
+        runs[values] = from_flags(Sampling, config, **dict(zip(RUN, values)))
     opened, resolutions = {}, set()  # {model: (class of the pipeline, scheduler)}
     for model in config.model:
         is_xl, configs = check_tasks(model, [EDIT])
         factor, resolution = factor_and_resolution(configs, config.resolution)
         resolutions.add(resolution)
         pipeline_type = pipeline_for(EDIT, is_xl)
-        for scales in all_scales:  # an acceleration may not fit the branches of all of them
-            sampling = from_flags(Sampling, config, **dict(zip(SCALES, scales)))
+        for sampling in runs.values():  # an acceleration may not fit the branches of all scales
             scheduler = check_sampling(pipeline_type, configs["scheduler"], model, sampling)
         opened[model] = pipeline_type, scheduler
     if len(resolutions) > 1:
@@ -178,10 +178,10 @@ def run(config):
     sizes = [result_size(encoded_size(pair.original), resolution, factor) for pair in pairs]
     settings = settings_of_results(config, pairs, resolution)
     results = load_results(config.output_dir, settings, config.model, config.overwrite_output_dir)
-    names = ("model", *SCALES, "seed")
-    done = {tuple(row[name] for name in names) for row in results["rows"]}
-    runs = [(*scales, seed) for scales in all_scales for seed in config.seeds]
-    todo = {model: [run for run in runs if (model, *run) not in done] for model in config.model}
+    done = {tuple(row[name] for name in ("model", *RUN)) for row in results["rows"]}
+    todo = {}
+    for model in config.model:
+        todo[model] = {key: x for key, x in runs.items() if (model, *key) not in done}
     if any(todo.values()):
         evaluation = Evaluation(config, pairs, sizes, results)
         evaluation.add_baselines(BASELINES)

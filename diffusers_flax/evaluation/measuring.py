@@ -30,7 +30,6 @@ from diffusers_flax.generating.flags import from_flags
 from diffusers_flax.generating.models import (
     EDIT,
     ModelOptions,
-    Sampling,
     load_weights,
     open_model,
     plan_images,
@@ -43,7 +42,7 @@ from diffusers_flax.parameters import replicate_params
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.sampling import decode, make_schedule
 
-IMAGES = "images"  # directory of results
+RUN = ("guidance_scale", "image_guidance_scale", "seed")  # of a row of results.json
 BASELINES = {"original": "copied input", "edited": "truth"}
 VAE_BASELINES = {"original": "VAE round trip of the input", "edited": "VAE round trip of the truth"}
 
@@ -93,20 +92,17 @@ class Evaluation:
             model: its name.
             pipeline_type: class of its pipeline.
             scheduler: of check_sampling.
-            todo: list of (guidance_scale, image_guidance_scale, seed), not empty.
+            todo: {values of RUN: Sampling}, not empty.
             bar: progress bar, in units of edits.
         """
         config, pairs = self.config, self.pairs
         devices = devices_for(largest_round(pairs))
         peak_memory(devices, reset=True)
         bar.set_description(model)
-        names = ("guidance_scale", "image_guidance_scale", "seed")
-        all_sampling = [from_flags(Sampling, config, **dict(zip(names, run))) for run in todo]
-        most_branches = max((x.branches(pipeline_type) for x in all_sampling), key=len)
         options = from_flags(ModelOptions, config, dtype=choose_dtype(config.dtype))
         pipeline = open_model(model, pipeline_type, scheduler, config.accelerate, options)
-        of_batches = config.batch_size, most_branches, self.sizes
-        pipeline, planned = plan_images(pipeline, devices, len(pairs), *of_batches)
+        of_batches = len(pairs), config.batch_size, (), self.sizes
+        pipeline, planned = plan_images(pipeline, devices, *of_batches)
         tqdm.write(planned, file=sys.stderr)
         params = load_weights(pipeline, model, options)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -125,7 +121,7 @@ class Evaluation:
         replicate_params(params, devices)
         models = Models({EDIT: pipeline}, params)
         number, flops = list(self.results["models"]).index(model), {}  # FLOPs by the branches
-        for run, sampling in zip(todo, all_sampling):
+        for values, sampling in todo.items():
             branches, compile_seconds = sampling.branches(pipeline_type), 0.0
             if branches not in flops:
                 # One edit with every program before the clock starts
@@ -136,11 +132,11 @@ class Evaluation:
                 shape = pipeline, shapes, branches, sampling.steps(pipeline_type)
                 of_size = {size: count_edit_flops(*shape, size) for size in set(self.sizes)}
                 flops[branches] = float(np.mean([of_size[size] for size in self.sizes]))
-            folder = "_".join(map(str, (number, *run)))
+            folder = "_".join(map(str, (number, *values)))
             metrics, seconds = self.measure_edits(models, sampling, folder, bar)
             save_values(config.output_dir, folder, metrics)
             memory, memory_of = peak_memory(devices)
-            row = {"model": model, **dict(zip(names, run)), "num_pairs": len(pairs)}
+            row = {"model": model, **dict(zip(RUN, values)), "num_pairs": len(pairs)}
             row |= averages(metrics) | {
                 "seconds_per_edit": seconds / len(pairs),
                 "compile_seconds": compile_seconds,
@@ -182,7 +178,7 @@ class Evaluation:
         Raises:
             ValueError: a result is not finite.
         """
-        pairs, images_dir = self.pairs, self.config.output_dir / IMAGES / folder
+        pairs, images_dir = self.pairs, self.config.output_dir / "images" / folder
         files_of = [images_dir / pair.result_file(place) for place, pair in enumerate(pairs)]
         metrics, total_seconds = defaultdict(lambda: np.full(len(pairs), np.nan)), 0.0
 
@@ -201,9 +197,8 @@ class Evaluation:
                         metrics[name][place] = value
                     files.write(save_image, image, files_of[place])
                     if self.protocol.is_judged:
-                        files.write(
-                            save_source, pairs[place], self.config.protocol, files_of[place]
-                        )
+                        source = pairs[place], self.config.protocol, files_of[place]
+                        files.write(save_source, *source)
         return metrics, total_seconds
 
 
