@@ -84,8 +84,6 @@ class EvaluationFlags:
     original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
     edited_image_column: str = ""  # image after the edit, the truth; "": likewise
     edit_prompt_column: str = ""  # instruction; "": likewise
-    original_prompt_column: str = ""  # caption of the image to edit; "": original_prompt
-    edited_prompt_column: str = ""  # caption of the truth; "": edited_prompt
     # mask, white where the truth may differ; "": mask_img, mask_image or mask, if there is one
     mask_column: str = ""
     use_masks: bool = False  # edit inside of the masks only, as edit_cli.py --mask does
@@ -139,8 +137,7 @@ def read_pairs(config):
             edit_prompt=config.edit_prompt_column,
             mask=config.mask_column,
         )
-        captions = config.original_prompt_column, config.edited_prompt_column
-        pairs = pairs_of_shards(config.data_dir, columns, captions, config.max_pairs)
+        pairs = pairs_of_shards(config.data_dir, columns, config.max_pairs)
     return pairs_of_one_shape(pairs)
 
 

@@ -284,10 +284,6 @@ def test_without_truth_and_captions(folder, tmp_path, monkeypatch):
     [
         ({"pairs_jsonl": "text.jsonl"}, "text.jsonl: no known image format"),
         ({"data_dir": "data"}, "give one of --data_dir and --pairs_jsonl"),
-        (
-            {"pairs_jsonl": None, "data_dir": "data", "edited_prompt_column": "caption"},
-            "has no column caption; it has original_prompt, ",
-        ),
         ({"model": "narrow"}, "narrow is not an edit model (StableDiffusionPipeline)"),
         ({"num_inference_steps": 1001}, "num_inference_steps=1001 must"),
         ({"output_dir": "file/out"}, "no directory that you can write to"),

@@ -13,10 +13,9 @@ from pathlib import Path
 from PIL import Image
 
 from diffusers_flax.data.images import check_one_shape, decode_image
-from diffusers_flax.data.lists import CAPTIONS, READ, read_list
+from diffusers_flax.data.lists import CAPTIONS, NAMES, READ, read_list
 from diffusers_flax.data.options import Columns
 from diffusers_flax.data.shards import (
-    check_column,
     choose_instruction,
     find_mask_column,
     list_row_groups,
@@ -87,17 +86,13 @@ def pairs_of_jsonl(file, max_pairs=None):
 
 
 def pairs_of_shards(
-    directory: str | Path,
-    columns: Columns,
-    captions: tuple[str, str] = ("", ""),
-    max_pairs: int | None = None,
+    directory: str | Path, columns: Columns, max_pairs: int | None = None
 ) -> list[HeldOutPair]:
     """Read the pairs of a directory of parquet shards.
 
     Args:
         directory: of the shards.
-        columns: masks are read if there are any.
-        captions: columns of both captions; "": original_prompt and edited_prompt, if they exist.
+        columns: masks are read if there are any, as are captions in columns of data.lists.NAMES.
         max_pairs: number of pairs to read; None: all.
 
     Returns:
@@ -112,13 +107,11 @@ def pairs_of_shards(
         schema = group.metadata.schema.to_arrow_schema()
         mask = find_mask_column(schema, group.path, columns.mask or "", missing_ok=True)
         cells, texts = read_row_group(group._replace(mask_column=mask)), []
-        for given, default in zip(captions, CAPTIONS):
+        for key in CAPTIONS:
+            found = [name for name in NAMES[key] if name in schema.names]
             texts.append([None] * group.num_rows)
-            name = given or default
-            if given:
-                check_column(schema, group.path, given, f"{default}_column")
-            if name in schema.names:
-                texts[-1] = read_columns(group, [name])[name].to_pylist()
+            if found:
+                texts[-1] = read_columns(group, found[:1])[found[0]].to_pylist()
         for row in range(group.num_rows):
             pair, name = pair_at(cells, row), f"{group.path} row {group.first_row + row}"
             if pair.original and pair.instruction:

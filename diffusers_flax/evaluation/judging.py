@@ -215,12 +215,11 @@ def ask_all(pairs, folder, file, config, prompts):
     def ask(pair, question, text, files):
         content = [{"type": "text", "text": text}]
         for image_file in files:
-            image = image_file.read_bytes()
+            image, encoded = Image.open(image_file).convert("RGB"), io.BytesIO()
             if is_gedit and image_file == files[-1]:  # the result
-                encoded = io.BytesIO()
-                gedit_size(Image.open(image_file).convert("RGB")).save(encoded, "PNG")
-                image = encoded.getvalue()
-            url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+                image = gedit_size(image)
+            image.save(encoded, "PNG")
+            url = f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
             content.append({"type": "image_url", "image_url": {"url": url}})
         asked = json.dumps([config.judge_model, content])
         checksum = hashlib.sha256(asked.encode()).hexdigest()[:16]
@@ -255,17 +254,14 @@ def ask_all(pairs, folder, file, config, prompts):
             answers.append(ask(pair, question, text, images))
         return answers
 
-    pool = ThreadPoolExecutor(config.judge_parallel)
-    try:
-        return list(tqdm(pool.map(ask_about, range(len(pairs))), "judging", len(pairs)))
-    except openai.OpenAIError as error:
-        raise ValueError(
-            f"--judge {config.judge}: {one_line(error, 200)}; check its address, --judge_model and "
-            "OPENAI_API_KEY"
-        ) from error
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        client.close()
+    with ThreadPoolExecutor(config.judge_parallel) as pool, client:
+        try:
+            return list(tqdm(pool.map(ask_about, range(len(pairs))), "judging", len(pairs)))
+        except openai.OpenAIError as error:
+            raise ValueError(
+                f"--judge {config.judge}: {one_line(error, 200)}; check its address, --judge_model "
+                "and OPENAI_API_KEY"
+            ) from error
 
 
 def judge_rows(config, pairs, results, prompts):
@@ -303,10 +299,11 @@ def judge_rows(config, pairs, results, prompts):
         row |= {"judge": config.judge_model, "judge_prompts": given}
         save_results(config.output_dir, results)
         failed = {line["key"]: line["reason"] for line in lines if "reason" in line}
-        for key in [*failed][:1]:
+        if failed:
+            key, reason = next(iter(failed.items()))
             sentences.append(
                 f"no score for {len(failed)} of {len(pairs)} edits of {row['model']}, such as "
-                f"{key} ({failed[key]}); the same command asks again"
+                f"{key} ({reason}); the same command asks again"
             )
     judged = [row for row in results["rows"] if "judge" in row]
     sentences += [f"judge: {x['judge']}, with {x['judge_prompts']}" for x in judged]
