@@ -62,7 +62,6 @@ from diffusers_flax.generating.models import (
     pipeline_for,
 )
 from diffusers_flax.generating.sizes import result_size
-from diffusers_flax.schedulers.factory import check_scheduler
 
 # Messages of run_main
 INTERRUPTED = "the rows finished so far are in --output_dir; the same command continues"
@@ -115,11 +114,8 @@ def check_flags(config):
     protocol = PROTOCOLS[config.protocol]
     if bool(config.data_dir) == bool(config.pairs_jsonl):
         raise ValueError("give one of --data_dir and --pairs_jsonl")
-    if protocol.is_benchmark and config.pairs_jsonl:
-        raise ValueError(f"--protocol {config.protocol} reads --data_dir, not --pairs_jsonl")
     if config.judge and not (protocol.is_judged and config.judge_model):
         raise ValueError("--judge goes with --judge_model and --protocol gedit or imgedit")
-    check_scheduler(config.scheduler)
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, RESULTS)
 
 

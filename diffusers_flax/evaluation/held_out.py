@@ -50,9 +50,9 @@ class HeldOutPair:
     after: int | None = None  # place of the pair whose result is edited instead of the original
     parts: tuple[str, ...] = ("",)  # suffixes of the metrics for which the pair counts
 
-    def result_file(self, place):
-        """Name of the result's file."""
-        return f"{self.key or place}.png"
+    def result_file(self, place, ending=""):
+        """Name of the result's file, or with "_SRCIMG" of the image that a judge sees beside it."""
+        return f"{self.key or place}{ending}.png"
 
     def decoded(self, what, size=None):
         """The "original" or "edited" image, PIL; None if the pair has none.

@@ -11,12 +11,12 @@ NUM_RESAMPLES = 2000
 LEVEL = 0.95
 
 
-def mean_over(values, strata=None):
+def mean_over(values, strata=""):
     """The mean of values, or the mean over strata of their means; NaN counts nowhere.
 
     Args:
         values: (n,).
-        strata: label of each value; None: one for all.
+        strata: label of each value, or of all.
 
     Returns:
         float; None without values.
@@ -24,12 +24,12 @@ def mean_over(values, strata=None):
     values, known = np.asarray(values, np.float64), np.isfinite(values)
     if not known.any():
         return None
-    labels = np.zeros(len(values)) if strata is None else np.asarray(strata)
+    labels = np.broadcast_to(strata, len(values))
     means = [values[known & (labels == label)].mean() for label in np.unique(labels[known])]
     return float(np.mean(means))
 
 
-def bootstrap_interval(values, clusters, strata=None):
+def bootstrap_interval(values, clusters, strata=""):
     """The 95% percentile interval of mean_over(values, strata).
 
     Clusters are drawn with replacement, within their stratum: the turns of one session are not
@@ -38,14 +38,14 @@ def bootstrap_interval(values, clusters, strata=None):
     Args:
         values: (n,), NaN where unknown.
         clusters: label of each value.
-        strata: label of each value; None: one for all. A cluster lies in one stratum.
+        strata: label of each value, or of all. A cluster lies in one stratum.
 
     Returns:
         (low, high), floats; None with fewer than two clusters.
     """
     known = np.isfinite(values)
     values, clusters = np.asarray(values, np.float64)[known], np.asarray(clusters)[known]
-    strata = np.zeros(len(values)) if strata is None else np.asarray(strata)[known]
+    strata = np.broadcast_to(strata, len(known))[known]
     if len(np.unique(clusters)) < 2:
         return None
     rng, means = np.random.default_rng(0), []

@@ -131,11 +131,6 @@ def load_prompts(file, protocol, groups):
     return found
 
 
-def source_file(result):
-    """The file of the image before an edit, beside its result."""
-    return result.with_name(f"{result.stem}_SRCIMG.png")
-
-
 def gedit_size(image):
     """A PIL image with about GEDIT_AREA pixels and the same shape, as its judge gets it."""
     ratio = image.width / image.height
@@ -143,10 +138,10 @@ def gedit_size(image):
     return image.resize((max(int(width), 1), max(int(width / ratio), 1)))
 
 
-def save_source(pair, protocol, result):
-    """Write the image before an edit as the judge gets it, beside the result."""
+def save_source(pair, protocol, file):
+    """Write the image before an edit as the judge gets it."""
     original = pair.decoded("original")
-    save_image(gedit_size(original) if protocol == "gedit" else original, source_file(result))
+    save_image(gedit_size(original) if protocol == "gedit" else original, file)
 
 
 def parse_scores(protocol, reply):
@@ -245,8 +240,8 @@ def ask_all(pairs, folder, file, config, prompts):
         return entry | {"reason": reason}
 
     def ask_about(place):
-        pair, result = pairs[place], folder / pairs[place].result_file(place)
-        both = [source_file(result), result]
+        pair = pairs[place]
+        both = [folder / pair.result_file(place, ending) for ending in ("_SRCIMG", "")]
         files = {SEMANTICS: both, QUALITY: both[1:]} if is_gedit else {pair.group: both}
         answers = []
         for question, images in files.items():

@@ -179,26 +179,26 @@ class Evaluation:
             ValueError: a result is not finite.
         """
         pairs, images_dir = self.pairs, self.config.output_dir / "images" / folder
-        files_of = [images_dir / pair.result_file(place) for place, pair in enumerate(pairs)]
         metrics, total_seconds = defaultdict(lambda: np.full(len(pairs), np.nan)), 0.0
 
         with FileWriter() as files:
 
             def load_result(place):
                 files.wait()
-                return load_image(files_of[place])
+                return load_image(images_dir / pairs[place].result_file(place))
 
             batches = self._edit_batches(models, sampling, range(len(pairs)), load_result, bar)
             for places, images, seconds in batches:
                 check_finite_images(images, f"the edit of {pairs[places[0]].input} and others")
                 total_seconds += seconds
                 for place, image in zip(places, models.pipelines[EDIT].numpy_to_pil(images)):
+                    pair = pairs[place]
                     for name, value in self.measure(place, image).items():
                         metrics[name][place] = value
-                    files.write(save_image, image, files_of[place])
+                    files.write(save_image, image, images_dir / pair.result_file(place))
                     if self.protocol.is_judged:
-                        source = pairs[place], self.config.protocol, files_of[place]
-                        files.write(save_source, *source)
+                        source = images_dir / pair.result_file(place, "_SRCIMG")
+                        files.write(save_source, pair, self.config.protocol, source)
         return metrics, total_seconds
 
 

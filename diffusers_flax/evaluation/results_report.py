@@ -89,7 +89,6 @@ def report_lines(output_dir, results, pairs, sentences):
     rows, settings = results["rows"], results["settings"]
     protocol, groups = PROTOCOLS[settings["protocol"]], rows_of_scales(rows)
     types = np.array([pair.group for pair in pairs])
-    strata = types if protocol.is_judged else None
     clusters = [pair.session or f"pair {place}" for place, pair in enumerate(pairs)]
     means = {  # over seeds, {key: {metric: (n,)}}
         key: over_seeds([load_values(output_dir, row["images"]) for row in group])
@@ -98,37 +97,31 @@ def report_lines(output_dir, results, pairs, sentences):
 
     def mean_text(values, of_seeds=()):
         """A cell "mean ± deviation over seeds [low, high]", "" if no value is known."""
-        mean = mean_over(values, strata)
+        mean = mean_over(values, types)
         if mean is None:
             return ""
         deviation = f" ± {np.std(of_seeds, ddof=1):.4f}" if len(of_seeds) > 1 else ""
-        interval = bootstrap_interval(values, clusters, strata)
+        interval = bootstrap_interval(values, clusters, types)
         between = f" [{interval[0]:.4f}, {interval[1]:.4f}]" if interval else ""
         return f"{mean:.4f}{deviation}{between}"
 
-    first, measured, differences, scores, costs = rows[0]["model"], [], [], [], []
+    first, cells = rows[0]["model"], defaultdict(dict)  # {key: {column: text}}
     for row in results["baselines"]:
         name = " of ".join(filter(None, (row["baseline"], row["model"])))
-        texts = {metric: f"{x:.4f}" for metric, x in row.items() if isinstance(x, float)}
-        measured.append((name, "", "", texts))
+        known = {metric: x for metric, x in row.items() if isinstance(x, float)}
+        cells[name, "", ""] = {metric: f"{x:.4f}" for metric, x in known.items()}
     for key, group in groups.items():
-        texts = {}
+        texts, of_first = cells[key], means.get((first, *key[1:]), {})
         for metric, values in means[key].items():
             of_seeds = [row[metric] for row in group if row.get(metric) is not None]
             texts[metric] = mean_text(values, of_seeds)
-        measured.append((*key, texts))
-        if key[0] != first:
-            other = means.get((first, *key[1:]), {})
-            both = [metric for metric in means[key] if metric in other]
-            texts = {metric: mean_text(means[key][metric] - other[metric]) for metric in both}
-            differences.append((*key, texts))
-        overall = means[key].get("overall", np.full(len(pairs), np.nan))
-        of_type = {name: mean_over(overall[types == name]) for name in types}
-        scores.append((*key, {name: f"{x:.2f}" for name, x in of_type.items() if x is not None}))
-        texts = {}
+            if key[0] != first and metric in of_first:
+                texts["difference", metric] = mean_text(values - of_first[metric])
+        for name in types if "overall" in means[key] else ():
+            score = mean_over(means[key]["overall"][types == name])
+            texts["type", name] = "" if score is None else f"{score:.2f}"
         for name, (_, unit) in COSTS.items():
             texts[name] = "/".join(f"{row[name] / unit:.3g}" for row in group)
-        costs.append((*key, texts))
 
     given = [f"{name} {value}" for name, value in settings.items() if value]
     lines = ["# Edits", "", *(f"- {sentence}" for sentence in sentences), f"- {', '.join(given)}"]
@@ -141,27 +134,31 @@ def report_lines(output_dir, results, pairs, sentences):
     counts |= dict.fromkeys(MASKS, sum(pair.mask is not None for pair in pairs))
     for part, title in (protocol.parts | MASKS).items():
         in_part = {f"{metric}{part}": heading for metric, heading in headings.items()}
-        if found := table("model", in_part, measured):
+        if found := table("model", in_part, cells):
             lines += ["", f"{title.capitalize()}, {counts[part]} pairs:", *found]
-            lines += table(f"difference to {first}", in_part, differences)
-    of_types = {name: f"{name} ({n})" for name, n in Counter(sorted(types.tolist())).items()}
-    if found := table("overall", of_types, scores):
+            of_differences = {("difference", name): heading for name, heading in in_part.items()}
+            lines += table(f"difference to {first}", of_differences, cells)
+    numbers = Counter(sorted(types.tolist()))
+    of_types = {("type", name): f"{name} ({n})" for name, n in numbers.items()}
+    if found := table("overall", of_types, cells):
         lines += ["", "Overall scores by type of edit, and numbers of edits:", *found]
-    return lines + table("model", {name: heading for name, (heading, _) in COSTS.items()}, costs)
+    return lines + table("model", {name: heading for name, (heading, _) in COSTS.items()}, cells)
 
 
-def table(first, headings, lines):
-    """Lines of a Markdown table, whose columns without texts are left out; [] without columns.
+def table(first, headings, cells):
+    """Lines of a Markdown table, without empty rows and columns; [] if all are empty.
 
     Args:
         first: heading of the model.
-        headings: {name of a column: text}.
-        lines: list of (model, guidance_scale, image_guidance_scale, {name of a column: text}).
+        headings: {column: text}.
+        cells: {(model, guidance_scale, image_guidance_scale): {column: text}}.
     """
-    names = [name for name in headings if any(texts.get(name) for *_, texts in lines)]
+    names = [x for x in headings if any(texts.get(x) for texts in cells.values())]
     rows = [[first, "guidance", "image guidance", *(headings[name] for name in names)]]
     rows += [["---"] * len(rows[0])]
-    rows += [[*map(str, key), *(texts.get(x, "") for x in names)] for *key, texts in lines]
+    for key, texts in cells.items():
+        if any(texts.get(x) for x in names):
+            rows.append([*map(str, key), *(texts.get(x, "") for x in names)])
     return ["", *(f"| {' | '.join(row)} |" for row in rows)] if names else []
 
 

@@ -17,7 +17,7 @@ from transformers import CLIPModel, CLIPTokenizer, ViTModel
 
 from diffusers_flax.evaluation.held_out import HeldOutPair
 from diffusers_flax.evaluation.metrics import ResultScorer
-from diffusers_flax.evaluation.perceptual import Dino, Lpips
+from diffusers_flax.evaluation.perceptual import Lpips
 from diffusers_flax.evaluation.protocols import PROTOCOLS
 
 needs_lpips = pytest.mark.skipif(
@@ -166,11 +166,3 @@ def test_lpips_of_the_package(tmp_path, monkeypatch):
         assert expected > 0.01
         assert ours.distance(a, b) == pytest.approx(expected, rel=1e-4, abs=1e-5)
         assert ours.distance(a, a) == 0
-
-
-def test_networks_that_cannot_be_opened_are_one_line(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r'cannot be opened: .* or "" to leave DINO out'):
-        Dino(str(tmp_path))
-    monkeypatch.setattr("diffusers_flax.evaluation.perceptual.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--metrics lpips needs the package lpips: pip install"):
-        Lpips()
