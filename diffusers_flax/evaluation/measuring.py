@@ -16,8 +16,8 @@ from diffusers_flax.data.images import load_image
 from diffusers_flax.devices.memory import peak_memory
 from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.evaluation.judging import save_source
-from diffusers_flax.evaluation.metrics import ResultScorer
-from diffusers_flax.evaluation.protocols import PROTOCOLS, metrics_of
+from diffusers_flax.evaluation.metrics import METRICS, ResultScorer
+from diffusers_flax.evaluation.protocols import PROTOCOLS
 from diffusers_flax.evaluation.results import save_results, save_values
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.generating.batches import (
@@ -62,8 +62,12 @@ class Evaluation:
         self.is_masked = [config.use_masks and pair.mask is not None for pair in pairs]
         self.protocol = PROTOCOLS[config.protocol]
         sizes = None if self.protocol.is_benchmark else sizes
-        networks = config.clip_model, config.dino_model
-        self.measure = ResultScorer(pairs, metrics_of(config), sizes, *networks).measure
+        networks = {"clip": config.clip_model, "dino": config.dino_model}  # "": none
+        metrics = []  # not those of a judge
+        for name in dict.fromkeys((*config.metrics, *self.protocol.metrics)):
+            if name in METRICS and networks.get(METRICS[name].network, True):
+                metrics.append(name)
+        self.measure = ResultScorer(pairs, metrics, sizes, *networks.values()).measure
 
     def add_baselines(self, names, model=None, change=lambda image: image):
         """Add the rows of baselines to the results, if they are not there.

@@ -95,16 +95,3 @@ class ScoreFlags:
     metrics: tuple[Literal["dino", "lpips", "ssim"], ...] = ()
     # DINO ViT/16 for the protocols and --metrics dino: directory or hub id; "": no DINO
     dino_model: str = "facebook/dino-vits16"
-
-
-def metrics_of(config):
-    """Names of the metrics to compute, without those whose model is "".
-
-    config: ScoreFlags, with clip_model.
-    """
-    protocol = PROTOCOLS[config.protocol]
-    if protocol.is_judged:
-        return []
-    models = {"clip": config.clip_model, "dino": config.dino_model}
-    names = dict.fromkeys((*config.metrics, *protocol.metrics))
-    return [name for name in names if models.get(METRICS[name].network, True)]
