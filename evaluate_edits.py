@@ -40,7 +40,7 @@ from diffusers_flax.command_line import AtLeast, Seed, ask_before_replacing, run
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.data.images import encoded_size
 from diffusers_flax.data.options import Columns
-from diffusers_flax.evaluation.benchmark_sets import add_final_turns, read_benchmark
+from diffusers_flax.evaluation.benchmark_sets import read_benchmark
 from diffusers_flax.evaluation.held_out import pairs_of_jsonl, pairs_of_one_shape, pairs_of_shards
 from diffusers_flax.evaluation.judging import JudgeFlags, judge_rows, load_prompts
 from diffusers_flax.evaluation.measuring import BASELINES, RUN, Evaluation
@@ -109,16 +109,6 @@ class Config(SamplingFlags, JudgeFlags, ScoreFlags, EvaluationFlags):
     """Flags of the script. tyro lists the flags of the last base class first."""
 
 
-def check_flags(config):
-    """Raise a ValueError for flags that do not go together."""
-    protocol = PROTOCOLS[config.protocol]
-    if bool(config.data_dir) == bool(config.pairs_jsonl):
-        raise ValueError("give one of --data_dir and --pairs_jsonl")
-    if config.judge and not (protocol.is_judged and config.judge_model):
-        raise ValueError("--judge goes with --judge_model and --protocol gedit or imgedit")
-    ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, RESULTS)
-
-
 def read_pairs(config):
     """The pairs of --data_dir or --pairs_jsonl."""
     if PROTOCOLS[config.protocol].is_benchmark:
@@ -139,9 +129,13 @@ def read_pairs(config):
 
 def run(config):
     """Check the flags, read the pairs, measure what is missing, write the report."""
-    check_flags(config)
-    use_compilation_cache(config.compilation_cache_dir)
     protocol = PROTOCOLS[config.protocol]
+    if bool(config.data_dir) == bool(config.pairs_jsonl):
+        raise ValueError("give one of --data_dir and --pairs_jsonl")
+    if config.judge and not (protocol.is_judged and config.judge_model):
+        raise ValueError("--judge goes with --judge_model and --protocol gedit or imgedit")
+    ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, RESULTS)
+    use_compilation_cache(config.compilation_cache_dir)
     if config.clip_model is None:
         config = replace(config, clip_model=protocol.clip_model)
     pairs = read_pairs(config)
@@ -150,8 +144,6 @@ def run(config):
     if protocol.is_judged:
         groups = {pair.group for pair in pairs}
         prompts = load_prompts(config.judge_prompts, config.protocol, groups)
-    if config.protocol == "magicbrush":
-        pairs = add_final_turns(pairs)
     config = with_single_files(config, "model")
     config = with_defaults(config, config.model, config.lora)
     runs, lists = {}, (config.guidance_scale, config.image_guidance_scale, config.seeds)

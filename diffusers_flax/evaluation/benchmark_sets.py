@@ -1,7 +1,6 @@
 """Sets of benchmarks as held-out pairs, with the names that their own evaluation gives results.
 
     pairs = read_benchmark("magicbrush", Path("MagicBrush/test"))
-    pairs = add_final_turns(pairs)
 
 MagicBrush: the folder of its test (edit_sessions.json, images/SESSION/FILE and, for CLIP-T,
 local_descriptions.json), or its dev shards. Emu Edit: its shards. GEdit-Bench: its shards, parquet
@@ -29,7 +28,7 @@ KEY = re.compile(r"[\w-]+(/[\w-]+)*")  # names of results
 
 
 def read_benchmark(protocol, folder, max_pairs=None, language="en"):
-    """The pairs of a benchmark's set, in its order.
+    """The pairs of a benchmark's set, in its order; of MagicBrush see add_final_turns.
 
     Args:
         protocol: a key of PROTOCOLS.
@@ -61,7 +60,7 @@ def read_benchmark(protocol, folder, max_pairs=None, language="en"):
     for key, count in Counter(pair.key for pair in pairs if pair.key).items():
         if count > 1 or not KEY.fullmatch(key):
             raise ValueError(f"--data_dir {folder} has {key!r} {count} times; name the set once")
-    return pairs
+    return add_final_turns(pairs) if protocol == "magicbrush" else pairs
 
 
 def result_key(session, turn, setting):

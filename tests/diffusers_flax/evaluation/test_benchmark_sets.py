@@ -13,7 +13,7 @@ from helpers import photo
 from PIL import Image
 from tiny_models import make_tiny_clip, make_tiny_dino, make_tiny_pipeline, make_tiny_xl
 
-from diffusers_flax.evaluation.benchmark_sets import FINAL_INDEX, add_final_turns, read_benchmark
+from diffusers_flax.evaluation.benchmark_sets import FINAL_INDEX, read_benchmark
 from diffusers_flax.evaluation.metrics import ssim
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 
@@ -144,7 +144,7 @@ def test_emu_edit(networks):
 def test_sessions_of_magicbrush(tmp_path):
     """The test's folder and the dev shards have the same sessions."""
     write_magicbrush(tmp_path)
-    pairs = add_final_turns(read_benchmark("magicbrush", tmp_path))
+    pairs = read_benchmark("magicbrush", tmp_path)
     assert [pair.key for pair in pairs] == [
         *("100/100_1", "242679/242679_1", "242679/242679_inde_2", "242679/242679_inde_3"),
         *("307/307_1", "307/307_inde_2"),
@@ -170,7 +170,7 @@ def test_sessions_of_magicbrush(tmp_path):
     ]
     pq.write_table(pa.Table.from_pylist(cells), tmp_path / "dev.parquet")
     (tmp_path / "edit_sessions.json").unlink()
-    shards = add_final_turns(read_benchmark("magicbrush", tmp_path))
+    shards = read_benchmark("magicbrush", tmp_path)
     assert [pair.key for pair in shards] == [pair.key for pair in pairs]
     assert [pair.edited_caption for pair in shards] == [pair.edited_caption for pair in pairs]
 
