@@ -249,7 +249,7 @@ def ask_all(pairs, folder, file, config, prompts):
             answers.append(ask(pair, question, text, images))
         return answers
 
-    with ThreadPoolExecutor(config.judge_parallel) as pool, client:
+    with client, ThreadPoolExecutor(config.judge_parallel) as pool:
         try:
             return list(tqdm(pool.map(ask_about, range(len(pairs))), "judging", len(pairs)))
         except openai.OpenAIError as error:
