@@ -287,7 +287,7 @@ def judge_rows(config, pairs, results, prompts):
         values = defaultdict(list)
         for pair, of_pair in zip(pairs, answers):
             scores = scores_of_edit(config.protocol, [x.get("scores") for x in of_pair])
-            for name, part in itertools.product(scores, PROTOCOLS[config.protocol].parts):
+            for part, name in itertools.product(PROTOCOLS[config.protocol].parts, scores):
                 values[f"{name}{part}"].append(scores[name] if part in pair.parts else np.nan)
         save_values(config.output_dir, row["images"], values)
         row |= {name: mean_over(x, groups) for name, x in values.items()}
