@@ -29,8 +29,8 @@ Needs the packages of a format, pip install ".[onnx]", and no accelerator. Measu
 of --format onnx in float32: 7.4 GiB for Stable Diffusion 1.5, 17.3 GiB for SDXL.
 """
 
-import os
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -78,8 +78,7 @@ class Config:
     # onnx: int8, of matrix products; openvino: int8, of all weights; coreml: palette8, palette6
     quantize: Literal["int8", "palette8", "palette6"] | None = None
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
-    # stablehlo, coreml: images at once; default: 1
-    batch_size: Annotated[int, AtLeast(1)] | None = None
+    batch_size: Annotated[int, AtLeast(1)] = 1  # stablehlo, coreml: images at once
     # stablehlo, coreml: pixels; default: the model's
     height: Annotated[int, AtLeast(1)] | None = None
     width: Annotated[int, AtLeast(1)] | None = None  # likewise
@@ -100,11 +99,6 @@ class Config:
     image_guidance_scale: Annotated[float, AtLeast(0)] | None = None
 
 
-def is_installed(package):
-    """Whether a package is installed; package: its module's name."""
-    return find_spec(package) is not None
-
-
 def check_flags(config):
     """Raise a ValueError for values that a format does not have, or for missing packages."""
     name, form = config.format, FORMATS[config.format]
@@ -116,7 +110,7 @@ def check_flags(config):
             raise ValueError(f"--{flag} {value} is not for --format {name}, which has {choices}")
     if config.quantize == "int8" and config.dtype:
         raise ValueError("--quantize int8 and --dtype are both given; give one")
-    if missing := [package for package in form.packages if not is_installed(package)]:
+    if missing := [package for package in form.packages if find_spec(package) is None]:
         raise ValueError(f'--format {name} needs {", ".join(missing)}: pip install ".[{name}]"')
 
 
@@ -136,7 +130,7 @@ def load_model_to_export(config):
             f"--model {model} is a {cls.torch_class_name}, which --format {config.format} does not "
             "export; give its base model"
         )
-    dtype = jnp.dtype(config.dtype or "float32") if is_program else jnp.float32
+    dtype = jnp.dtype(config.dtype) if is_program else jnp.float32
     check_scheduler(config.scheduler)
     _, configs = cls.check(model)
     scheduler, _ = choose_scheduler(configs["scheduler"], model, config.scheduler)
@@ -157,45 +151,29 @@ def export(config):
         write_defaults,
     )
 
-    output_dir, is_program = config.output_dir, config.format == "stablehlo"
+    output_dir = config.output_dir
     if any((output_dir / "unet").glob("diffusion_pytorch_model*")):
         raise ValueError(
             f"--output_dir {output_dir} is a model, not an export; name another directory"
         )
     # A directory takes programs of several sizes, with one file of weights.
-    continues = "weights.safetensors" if is_program else ""
+    continues = "weights.safetensors" if config.format == "stablehlo" else ""
     ask_before_replacing("output_dir", output_dir, config.overwrite_output_dir, continues)
     jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
     config = with_single_files(config, "model")
     defaults = read_defaults(config.model, config.lora)
-    config = replace(config, scheduler=config.scheduler or defaults.get("scheduler"))
-    pipeline, size, params = load_model_to_export(config)
-    exported, files = (pipeline, params, output_dir), [output_dir]
-    batch_size, quantize = config.batch_size or 1, config.quantize
+    steps = config.num_inference_steps or defaults.get("num_inference_steps", 20)
+    scheduler = config.scheduler or defaults.get("scheduler")
     dtype = config.dtype or FORMATS[config.format].dtype[0]
-    if config.format == "onnx":
-        from diffusers_flax.exporting.onnx_files import export_onnx
-
-        export_onnx(*exported, dtype, quantize)
-    elif config.format == "openvino":
-        os.environ.setdefault("CI", "true")  # else the import of openvino starts its telemetry
-        from diffusers_flax.exporting.openvino_files import export_openvino
-
-        export_openvino(*exported, dtype, quantize)
-    elif config.format == "coreml":
-        with quiet():
-            from diffusers_flax.exporting.coreml_files import export_coreml
-
-        export_coreml(*exported, dtype, quantize, batch_size, size)
-    else:
-        from diffusers_flax.exporting.stablehlo_files import export_stablehlo
-
-        steps = config.num_inference_steps or defaults.get("num_inference_steps", 20)
-        files = export_stablehlo(*exported, config.platform, batch_size, size, steps)
+    config = replace(config, scheduler=scheduler, num_inference_steps=steps, dtype=dtype)
+    pipeline, size, params = load_model_to_export(config)
+    with quiet():
+        files_of_format = import_module(f"diffusers_flax.exporting.{config.format}_files")
+    written = files_of_format.export(pipeline, params, output_dir, config, size)
     (output_dir / DEFAULTS_FILE).unlink(missing_ok=True)  # of an export that is replaced
     if defaults:
         write_defaults(output_dir, **defaults)
-    print(*files, sep="\n")
+    print(*written, sep="\n")
 
 
 def run_program(config):

@@ -30,7 +30,7 @@ MODELS = {
 def needs(format):
     """Marks a slow test that make test-export runs, and make test-all if its packages are there."""
     packages = export_model.FORMATS[format].packages
-    missing = [x for x in packages if not export_model.is_installed(x)]
+    missing = [x for x in packages if export_model.find_spec(x) is None]
     reason = f"needs make .venv/export: {', '.join(missing)}"
     skip = pytest.mark.skipif(bool(missing), reason=reason)
     return lambda test: pytest.mark.slow(skip(test))

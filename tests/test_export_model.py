@@ -35,10 +35,12 @@ def test_wrong_flags(flags, said, capsys):
 
 def test_missing_packages_and_models(tmp_path, monkeypatch, capsys):
     output = ["--output_dir", str(tmp_path / "export")]
-    monkeypatch.setattr(export_model, "is_installed", lambda package: package != "onnxscript")
+    monkeypatch.setattr(
+        export_model, "find_spec", lambda package: None if package == "onnxscript" else 1
+    )
     said = '--format onnx needs onnxscript: pip install ".[onnx]"'
     assert refusal(["--model", "x", *output], capsys) == f"error: {said}"
-    monkeypatch.setattr(export_model, "is_installed", lambda package: True)
+    monkeypatch.setattr(export_model, "find_spec", lambda package: 1)
     assert "has no model_index.json" in refusal(["--model", str(tmp_path), *output], capsys)
     model = make_tiny_pipeline(tmp_path / "model")
     capsys.readouterr()

@@ -4,7 +4,7 @@ Components, inputs, outputs and axes have the names of Optimum's ONNX exports, w
 encoder and decoder as two components.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +14,13 @@ TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 COMPONENTS = (*TEXT_ENCODERS, "vae_encoder", "vae_decoder", "unet")
 
 
-@dataclass(frozen=True)
-class Component:
-    """An exported component of a pipeline.
+class Component(NamedTuple):
+    """An exported component of a pipeline."""
 
-    Fields:
-        name: its folder in the export.
-        module: name of the pipeline's module with its parameters.
-        inputs: {name: (shape, dtype)}; a dynamic axis of a shape is a name.
-        outputs: names.
-    """
-
-    name: str
-    module: str
-    inputs: dict
-    outputs: tuple
+    name: str  # its folder in the export
+    module: str  # name of the pipeline's module with its parameters
+    inputs: dict  # {name: (shape, dtype)}; a dynamic axis of a shape is a name
+    outputs: tuple  # names
 
 
 def exported_components(pipeline):

@@ -14,33 +14,32 @@ from diffusers_flax.exporting.torch_models import open_torch_model
 BITS = {"palette8": 8, "palette6": 6}  # of an index into a matrix's palette
 
 
-def export_coreml(pipeline, params, output_dir, dtype, quantize, batch_size, size):
-    """Write a pipeline's Core ML packages.
+def export(pipeline, params, output_dir, config, size):
+    """Write a pipeline's Core ML packages; returns [output_dir].
 
     Args:
         pipeline, params, output_dir: as for write_components.
-        dtype: "float16" or "float32", to compute in.
-        quantize: key of BITS, or None.
-        batch_size: images; the UNet has this many rows for each branch of guidance.
+        config: flags. Their dtype, "float16" or "float32", is to compute in; the UNet has
+            batch_size rows for each branch of guidance.
         size: (height, width) of images, pixels.
     """
     num_branches = 3 if pipeline.unet.in_channels == 2 * pipeline.vae.latent_channels else 2
     latent_size = tuple(side // pipeline.vae_scale_factor for side in size)
 
     def write(component, saved, folder):
-        batch = batch_size if component.module == "vae" else num_branches * batch_size
+        batch = config.batch_size * (1 if component.module == "vae" else num_branches)
         inputs = random_inputs(component, pipeline, batch, latent_size)
         with quiet():
             counterpart = open_torch_model(component, saved, "float32")
-            model = to_coreml(counterpart, component, inputs, dtype)
-            if quantize:  # 2^bits values per matrix, chosen by k-means
+            model = to_coreml(counterpart, component, inputs, config.dtype)
+            if config.quantize:  # 2^bits values per matrix, chosen by k-means
                 optimize = coremltools.optimize.coreml
-                options = optimize.OpPalettizerConfig(mode="kmeans", nbits=BITS[quantize])
+                options = optimize.OpPalettizerConfig(mode="kmeans", nbits=BITS[config.quantize])
                 options = optimize.OptimizationConfig(global_config=options)
                 model = optimize.palettize_weights(model, options)
         model.save(str(folder / "model.mlpackage"))
 
-    write_components(pipeline, params, output_dir, write, is_run=False)
+    return write_components(pipeline, params, output_dir, write, is_run=False)
 
 
 def to_coreml(torch_model, component, inputs, dtype):

@@ -85,6 +85,9 @@ def write_components(pipeline, params, output_dir, write, is_run=True):
             that runs them, and a key of TOLERANCES.
         is_run: whether this machine can run the files; else write returns nothing.
 
+    Returns:
+        [output_dir].
+
     Raises:
         ArithmeticError: a difference exceeds the tolerance or is not finite.
     """
@@ -126,6 +129,7 @@ def write_components(pipeline, params, output_dir, write, is_run=True):
                     )
             num_bytes = sum(file.stat().st_size for file in target.rglob("*"))
             bar.write(f"{component.name}: {said}, {in_bytes(num_bytes)}")
+    return [output_dir]
 
 
 def write_beside(pipeline, folder):

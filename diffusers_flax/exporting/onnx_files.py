@@ -15,8 +15,9 @@ from onnx_ir.tensor_adapters import TorchTensor
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from safetensors import safe_open
 
+from diffusers_flax.exporting.components import random_inputs
 from diffusers_flax.exporting.folders import quiet, write_components
-from diffusers_flax.exporting.torch_models import example_tensors, open_torch_model
+from diffusers_flax.exporting.torch_models import open_torch_model
 
 ONNX, ONNX_DATA = "model.onnx", "model.onnx_data"  # a component's files
 OPSET = 18
@@ -26,24 +27,22 @@ LARGEST_FILE = 1_900_000_000
 QUANTIZED_OPERATORS = ["MatMul", "Gemm"]
 
 
-def export_onnx(pipeline, params, output_dir, dtype, quantize):
-    """Write a pipeline's ONNX files.
+def export(pipeline, params, output_dir, config, size):
+    """Write a pipeline's ONNX files, for all sizes; returns [output_dir].
 
-    Args:
-        pipeline, params, output_dir: as for write_components.
-        dtype: "float32" or "float16", of weights, inputs and outputs; timesteps, time_ids and a
-            VAE whose activations exceed float16 stay in float32.
-        quantize: "int8", or None.
+    pipeline, params, output_dir: as for write_components; config: flags. Their dtype, "float32" or
+    "float16", is that of weights, inputs and outputs; timesteps, time_ids and a VAE whose
+    activations exceed float16 stay in float32.
     """
 
     def write(component, saved, folder):
         is_upcast = component.module == "vae" and pipeline.vae.config.force_upcast
-        own = "float32" if is_upcast else dtype
+        own = "float32" if is_upcast else config.dtype
         with quiet():
-            write_onnx(component, pipeline, saved, folder, own, quantize is not None)
-        return open_onnx(folder / ONNX), quantize or own
+            write_onnx(component, pipeline, saved, folder, own, config.quantize is not None)
+        return open_onnx(folder / ONNX), config.quantize or own
 
-    write_components(pipeline, params, output_dir, write)
+    return write_components(pipeline, params, output_dir, write)
 
 
 def write_onnx(component, pipeline, saved, folder, dtype="float32", int8=False):
@@ -64,7 +63,15 @@ def write_onnx(component, pipeline, saved, folder, dtype="float32", int8=False):
     )
     # Weights would double the peak memory of the UNet's trace; other components are small.
     device = "meta" if component.name == "unet" else "cpu"
-    tensors = [tensor.to(device) for tensor in example_tensors(component, pipeline, dtype)]
+    # torch.export takes a length of 1 for a constant, so the batch is 2. For sides that it cannot
+    # halve, a UNet computes the upsampled size of each level, which is right for all sizes.
+    factor = max(3, 2 ** (len(pipeline.unet.config.block_out_channels) - 1))
+    inputs = random_inputs(component, pipeline, 2, (2 * factor + 1, 4 * factor - 1))
+    tensors = []
+    for name, array in inputs.items():
+        is_kept = name in ("input_ids", "timestep", "time_ids")  # keep their dtypes
+        tensor = torch.from_numpy(array).to(device)
+        tensors.append(tensor if is_kept else tensor.to(getattr(torch, dtype)))
     program = torch.onnx.export(
         open_torch_model(component, saved, dtype, device),
         tuple(tensors),
@@ -106,7 +113,6 @@ def add_weights(graph, folder, dtype):
 
     for name, value in graph.initializers.items():
         like, key = value.const_value, name.removeprefix("model.")
-        assert key in files, f"{folder} has no weight {key}"
         value.const_value = onnx_ir.LazyTensor(
             partial(read, key), dtype=like.dtype, shape=like.shape, name=name
         )

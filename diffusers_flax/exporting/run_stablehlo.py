@@ -33,7 +33,13 @@ def run_program(file, texts, image_file, seed, guidance_scales):
     Raises:
         ValueError: it is not a program, or the arguments do not fit it.
     """
-    program, shapes, weights = open_program(file)
+    if not (file.is_file() and (file.parent / "model_index.json").is_file()):
+        raise ValueError(
+            f"{file} is no program of a complete export; make one with export_model.py"
+        )
+    program = export.deserialize(bytearray(file.read_bytes()))
+    (_, inputs), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
+    shapes = {name: x.shape for name, x in inputs.items()}
     if ("image" in shapes) != (image_file is not None):
         raise ValueError(
             f"{file} edits an image: give --input"
@@ -56,25 +62,8 @@ def run_program(file, texts, image_file, seed, guidance_scales):
     if image_file is not None:
         arrays["image"] = read_input_image(image_file, shapes["image"])
     arrays = {name: arrays[name] for name in shapes}
+    weights = load_file(file.parent / "weights.safetensors")
     return np.asarray(jax.jit(program.call)(weights, arrays))
-
-
-def open_program(file):
-    """(jax.export.Exported, {argument: shape}, weights) of a file."""
-    if not (file.is_file() and (file.parent / "model_index.json").is_file()):
-        raise ValueError(
-            f"{file} is no program of a complete export; make one with export_model.py"
-        )
-    program = export.deserialize(bytearray(file.read_bytes()))
-    platform = jax.default_backend().replace("gpu", "cuda")
-    if platform not in program.platforms:
-        raise ValueError(
-            f"{file} is for {' and '.join(program.platforms)}, this machine has {platform}; "
-            "export it with another --platform"
-        )
-    (_, arrays), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
-    shapes = {name: x.shape for name, x in arrays.items()}
-    return program, shapes, load_file(file.parent / "weights.safetensors")
 
 
 def token_ids(folder, text, shape, name):

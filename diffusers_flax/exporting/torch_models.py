@@ -4,8 +4,6 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from diffusers_flax.exporting.components import random_inputs
-
 CLASSES = {
     "unet": UNet2DConditionModel,
     "vae": AutoencoderKL,
@@ -62,22 +60,3 @@ def open_torch_model(component, folder, dtype, device="cpu"):
     else:
         model = cls.from_pretrained(folder, torch_dtype=dtype)
     return TorchComponent(model.eval().requires_grad_(False), component)
-
-
-def example_tensors(component, pipeline, dtype="float32"):
-    """Inputs of a counterpart, a list, to trace a graph for all sizes with.
-
-    torch.export takes a length of 1 for a constant, so the batch is 2. For sides that it cannot
-    halve, a UNet computes the upsampled size of each level, which is right for all sizes.
-
-    Args:
-        component: Component.
-        pipeline: the component's pipeline.
-        dtype: name of the dtype of weights, latents, images and text.
-    """
-    factor = max(3, 2 ** (len(pipeline.unet.config.block_out_channels) - 1))
-    inputs = random_inputs(component, pipeline, 2, (2 * factor + 1, 4 * factor - 1))
-    kept = ("input_ids", "timestep", "time_ids")  # keep their dtypes
-    tensors = {name: torch.from_numpy(x) for name, x in inputs.items()}
-    dtype = getattr(torch, dtype)
-    return [x if name in kept else x.to(dtype) for name, x in tensors.items()]
