@@ -7,10 +7,10 @@
     python compile_for.py pairs --tpu v5e-1
 
 `train` takes all flags of the trainer, so that a training command can be pasted; flags of data,
-logging, validation and upload have no effect. --aspect_ratio_buckets compiles the step of the
-largest size. `sdxl` and `edit` are images and edits, `pairs` the pairs of make_pairs.py and their
-scores. Only the config.json files of the models are read; without a model it is Stable Diffusion
-1.5 or SDXL. With the demo's model, in about a minute:
+logging, validation and upload have no effect, nor have a LoRA or embeddings on images. With
+--aspect_ratio_buckets the step is of the largest size. `sdxl` and `edit` are images and edits,
+`pairs` the pairs of make_pairs.py and their scores. Only the config.json files of the models are
+read; without a model it is Stable Diffusion 1.5 or SDXL. With the demo's model, in a minute:
 
     python compile_for.py train --gpu rtx4090 --pretrained_model_name_or_path demo/base_model \\
         --resolution 64 --train_batch_size 64 --output /tmp/compile_for.json
@@ -18,17 +18,11 @@ scores. Only the config.json files of the models are read; without a model it is
 A batch of "auto" is the largest that fits: --train_batch_size, --batch_size or --num_images auto.
 With a cache, a step counts only what it computes; fbcache decides at run time, so its steps count
 in full. A program of full size takes 1 to 10 minutes for a GPU, 5 to 75 for a TPU, or 10 with
---optimization_level O1. Needs a CPU and the compiler of the target: `pip install "jax[tpu]"`, or
-for GPUs, unless jax[cuda13] or jax[cuda12] is installed,
-
-    pip install --target .venv/gpu -r requirements-gpu-compiler.txt
-
+--optimization_level O1. Needs a CPU and the compiler of the target, which docs/compile.md installs.
 Prints memory, verdict and times, and writes them as JSON into the current directory.
-docs/compile.md explains the figures and options of XLA.
 """
 
 import math
-import re
 import tempfile
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -57,11 +51,11 @@ from diffusers_flax.compiling.report import (
     num_bytes,
     print_report,
     replicated_shapes,
+    verdict,
 )
 from diffusers_flax.generating.flags import with_single_files
 from diffusers_flax.loading.files import save_whole, write_json
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.training.batches import MAX_STEPS_IN_FLIGHT
 from diffusers_flax.training.ema import ema_plan, make_update_average
 from diffusers_flax.training.flags import (
@@ -197,22 +191,7 @@ def train_program(config, devices):
         "frozen models": frozen,
         "batches": [batch] * (1 + MAX_STEPS_IN_FLIGHT),
     }
-    return Program(parts, held, B, "pairs")
-
-
-def check_flags(config, num_devices):
-    """Raise a ValueError for flags that do not go together, before anything is compiled."""
-    for option in config.compiler_options:
-        if not re.fullmatch("[^=]+=.*", option):
-            raise ValueError(f"--compiler_options {option} is not NAME=VALUE")
-    if isinstance(config, TrainFlags):
-        check_batch(config, num_devices)
-        check_combinations(config)  # no check of --output_dir, as nothing is written there
-    elif config.gpu and getattr(config, "offload", None):
-        raise ValueError(
-            "--offload is not supported with --gpu: the host's memory is not modelled; try "
-            "--storage int8"
-        )
+    return Program(parts, held, B, n, "pairs")
 
 
 def with_model(config, folder):
@@ -222,18 +201,18 @@ def with_model(config, folder):
         config: of a subcommand.
         folder: Path of an empty directory for config files of published models.
     """
-    is_train, source = isinstance(config, TrainFlags), config.pretrained_model_name_or_path
-    if not source:
-        source = write_published_model(folder, config.family, isinstance(config, EditProgramFlags))
+    is_train = isinstance(config, TrainFlags)
+    if not config.pretrained_model_name_or_path:
+        is_edit = isinstance(config, EditProgramFlags)
+        source = write_published_model(folder, config.family, is_edit)
         config = replace(config, pretrained_model_name_or_path=str(source))
     components = COMPONENT_FLAGS if is_train else {}
     config = with_single_files(config, "pretrained_model_name_or_path", **components)
     if is_train and not config.unet_model_name_or_path:
-        source, place = config.pretrained_model_name_or_path, dict(revision=config.revision)
-        unet = FlaxUNet2DConditionModel.load_config(source, subfolder="unet", **place)
-        vae = FlaxAutoencoderKL.load_config(source, subfolder="vae", **place)
-        channels = 2 * vae.get("latent_channels", 4)
-        write_json(folder / "config.json", unet | {"in_channels": channels})
+        source = config.pretrained_model_name_or_path
+        place = dict(subfolder="unet", revision=config.revision)
+        widened = FlaxUNet2DConditionModel.load_config(source, **place) | {"in_channels": 8}
+        write_json(folder / "config.json", widened)
         config = replace(config, unet_model_name_or_path=str(folder))
     return config
 
@@ -273,7 +252,11 @@ def run(config):
     unit = target.num_chips * config.gradient_accumulation_steps if is_train else 1
     if is_auto:  # begin with the default
         config = replace(config, **{flag: max(1, defaults[flag] // unit) * unit})
-    check_flags(config, target.num_chips)
+    if is_train:
+        check_batch(config, target.num_chips)
+        check_combinations(config)  # no check of --output_dir, as nothing is written there
+    elif config.gpu and getattr(config, "offload", None):
+        raise ValueError("--offload is for --tpu: the memory of a GPU's host is not modelled")
     output = Path(config.output or f"compile_for_{config.tpu or config.gpu}_{name}.json")
     check_writable(f"--output {output}", output.parent)
     devices, reports = target_devices(target), {}
@@ -285,7 +268,8 @@ def run(config):
         def fits(number):
             at_number = replace(config, **{flag: number * unit})
             program = (train_program if is_train else image_program)(at_number, devices)
-            reports[number] = compile_program(at_number, name, program, target)
+            reports[number] = compile_program(at_number, name, program, target.chip)
+            print(verdict(reports[number]), flush=True)
             return reports[number]["fits"]
 
         number = getattr(config, flag) // unit

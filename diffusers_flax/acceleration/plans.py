@@ -435,11 +435,3 @@ def check_fits(acceleration, unet, layout):
     levels = [2**i for i, kind in enumerate(unet.down_block_types) if "CrossAttn" in kind]
     if levels and levels[0] > tome.max_downsample:
         raise ValueError(f"accelerate=tome needs max_downsample={levels[0]} or more for this UNet")
-
-
-def count_evaluations(steps):
-    """Evaluations of the UNet per image in a list of Step, each branch counted.
-
-    DeepCache's shallow steps and forecasts are none; fbcache's count as if it reused nothing.
-    """
-    return sum(len(step.branches) for step in steps if step.kind not in ("shallow", "forecast"))

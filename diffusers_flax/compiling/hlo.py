@@ -1,8 +1,8 @@
 """Traffic of a program, from the HLO that XLA compiled for a TPU or GPU.
 
-XLA's own count of bytes has a TPU's values in VMEM too, a prefetched value three times. hbm_bytes
-counts traffic of the chip's memory (HBM) alone: a layout with S(1) is in VMEM, one without S in
-HBM, S(5) in the host's memory. compiling/kernels.py tells a GPU's kernels apart.
+XLA's own count of bytes has a TPU's values in VMEM too, a prefetched value three times. Here a
+layout with S(1) is in VMEM, one without S in the chip's memory (HBM), S(5) in the host's memory.
+compiling/kernels.py tells a GPU's kernels apart.
 """
 
 import math
@@ -19,7 +19,7 @@ COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 # Operations without traffic of their own.
 NO_TRAFFIC = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while"}
 NO_TRAFFIC |= {"conditional", "call", "after-all", "optimization-barrier", "partition-id"}
-SLICES = {"slice", "dynamic-slice"}
+SLICES = {"slice", "dynamic-slice", "slice-start"}
 LIBRARY = re.compile(r'custom_call_target="__(cublas|cudnn)')  # kernels with a workspace
 COLLECTIVE = "(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start)?"
 
@@ -57,21 +57,14 @@ class Instruction(NamedTuple):
         return [name for names in found for name in NAME.findall(names)]
 
 
-def array_bytes(dtype, shape):
-    """Bytes of an array: "bf16", "8,1024" -> 16384; s4 takes half a byte."""
-    bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
-    return -(-bits * math.prod(int(size) for size in shape.split(",") if size) // 8)
-
-
-def all_bytes(type_of_result):
-    """Bytes of all arrays of a type, in HBM and VMEM."""
-    return sum(array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(type_of_result))
-
-
-def bytes_in_hbm(type_of_result):
-    """Bytes of the arrays of a type that are in HBM."""
-    arrays = SHAPE.findall(type_of_result)
-    return sum(array_bytes(dtype, shape) for dtype, shape, layout in arrays if "S(" not in layout)
+def array_sizes(type_of_result, in_hbm=False):
+    """Bytes of the arrays of a type, all or the ones in HBM: "bf16[8,1024]{1,0}" -> [16384]."""
+    sizes = []
+    for dtype, shape, layout in SHAPE.findall(type_of_result):
+        bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+        if not (in_hbm and "S(" in layout):
+            sizes.append(-(-bits * math.prod(int(x) for x in shape.split(",") if x) // 8))
+    return sizes
 
 
 def parse_program(text):
@@ -92,11 +85,8 @@ def num_trips(loop):
         return int(noted[1])
     condition = loop.computations[loop.called("condition")[0]]
     last = [*condition.values()][-1]
-    limit = condition.get(last.operands[-1]) if last.operands else None
-    is_constant = limit and limit.operation == "constant" and limit.type[:5] in ("s32[]", "u32[]")
-    if last.operation == "compare" and "direction=LT" in last.text and is_constant:
-        return int(limit.text.split(")")[0])
-    return 1
+    limit = condition[last.operands[-1]].text if "direction=LT" in last.text else ""
+    return int(number[1]) if (number := re.match(r"(\d+)\)", limit)) else 1
 
 
 def executed(text, fractions=None):
@@ -112,8 +102,8 @@ def executed(text, fractions=None):
     """
     computations, entry = parse_program(text)
     fractions = fractions or {}
-    is_named = {x: re.search(rf' conditional\(.*{x}/cond"', text) for x in fractions}
-    nameless = iter([fractions[scope] for scope, found in is_named.items() if not found])
+    conditions = "\n".join(line for line in text.splitlines() if " conditional(" in line)
+    nameless = iter([x for scope, x in fractions.items() if f'{scope}/cond"' not in conditions])
 
     def visit(computation, times):
         for line in computations[computation].values():
@@ -143,25 +133,19 @@ def moved_bytes(line):
     """
     if line.operation in NO_TRAFFIC or line.operation.endswith("-done"):
         return 0
-    reads, written = [*map(bytes_in_hbm, line.operand_types)], bytes_in_hbm(line.type)
+    # The last result of a library's kernel is its workspace.
+    results = re.sub(r", [su]8\[.*", "", line.type) if LIBRARY.search(line.text) else line.type
+    written = sum(array_sizes(results, in_hbm=True))
+    reads = [sum(array_sizes(kind, in_hbm=True)) for kind in line.operand_types]
+    if line.operation.endswith("-start"):  # its type has the operands too
+        written = max(0, written - sum(reads))
     if line.operation in SLICES:
-        reads = [min(size, all_bytes(line.type)) for size in reads]
-    elif line.fused:
-        for index, size in sliced_parameters(line.fused).items():
-            reads[index] = min(reads[index], size)
-    elif LIBRARY.search(line.text):  # the last result of a tuple is the workspace
-        last = SHAPE.findall(line.type)[1:][-1:]
-        workspace = sum(array_bytes(dtype, x) for dtype, x, _ in last if dtype in ("u8", "s8"))
-        written = max(0, written - workspace)
-    read = sum(reads)
-    if line.operation in ("copy-start", "slice-start"):
-        # Its type is (target, source, flag), or ((source), target, flag).
-        dtype, shape, layout = SHAPE.findall(line.type)[line.operation == "slice-start"]
-        size = array_bytes(dtype, shape)
-        return (size if read else 0) + (0 if "S(" in layout else size)
-    if line.operation.endswith("-start"):
-        written = max(0, written - read)  # its type includes the operands
-    return read + written
+        # The type of a slice-start is ((source), target, flag).
+        size = array_sizes(line.type)[line.operation == "slice-start"]
+        reads = [min(read, size) for read in reads]
+    for index, size in sliced_parameters(line.fused).items():
+        reads[index] = min(reads[index], size)
+    return sum(reads) + written
 
 
 def sliced_parameters(fused):
@@ -174,59 +158,30 @@ def sliced_parameters(fused):
         elif line.operation == "bitcast" and line.operands[0] in indices:
             indices[name] = indices[line.operands[0]]
         else:
-            size = all_bytes(line.type) if line.operation in SLICES else math.inf
+            size = sum(array_sizes(line.type)) if line.operation in SLICES else math.inf
             for index in {indices[operand] for operand in line.operands if operand in indices}:
                 read[index] += size
     return {index: size for index, size in read.items() if size < math.inf}
 
 
-def hbm_bytes(text, fractions=None):
-    """Bytes that a run reads from and writes to the chip's memory; arguments: see executed."""
-    return round(sum(times * moved_bytes(line) for line, times in executed(text, fractions)))
-
-
-def host_bytes(text, fractions=None):
-    """Bytes that a run fetches from the host's memory, S(5); arguments: see executed."""
-    total = 0
-    for line, times in executed(text, fractions):
-        if line.operation == "copy-start":  # its type is (target, source, flag)
-            dtype, shape, layout = SHAPE.findall(line.type)[1]
-            total += times * array_bytes(dtype, shape) * ("S(5)" in layout)
-    return round(total)
-
-
-def integers(text):
-    """Numbers of a list: "4,2" -> [4, 2]."""
-    return [int(number) for number in text.split(",")]
-
-
 def first_group(line):
     """Chips of a collective's first group.
 
-    In the text: replica_groups={{0,1,2,3},{4,5,6,7}}, =[2,4]<=[8], =[2,4]<=[4,2]T(1,0) or
-    =mesh['batch'=4,'model'=2] {'batch'}.
+    In the text: replica_groups={{0,1,2,3},{4,5,6,7}}, =[2,4]<=[8] or =[2,4]<=[4,2]T(1,0).
     """
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line.text):
         return integers(listed[1])
     tiled = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line.text)
-    if tiled:
-        shape = integers(tiled[2])
-        order = integers(tiled[3]) if tiled[3] else range(len(shape))
-        chips = np.arange(math.prod(shape)).reshape(shape).transpose(order)
-        return chips.ravel()[: int(tiled[1])].tolist()
-    axes, used = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line.text).groups()
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
-    chips = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
-    return chips[tuple(slice(None) if f"'{x}'" in used else 0 for x in sizes)].ravel().tolist()
+    chips = np.arange(math.prod(integers(tiled[2]))).reshape(integers(tiled[2]))
+    return chips.transpose(integers(tiled[3]) if tiled[3] else None).ravel()[: int(tiled[1])]
 
 
 def sent_bytes(line, coords, sum_factor=2):
-    """Bytes that a chip sends for a collective, see interconnect_bytes; 0 for other operations.
+    """Bytes that a chip sends for a collective, see traffic; 0 for other operations.
 
     sum_factor: passes of an all-reduce over its array.
     """
-    found = re.fullmatch(COLLECTIVE, line.operation)
-    if not found:
+    if not (found := re.fullmatch(COLLECTIVE, line.operation)):
         return 0
 
     def links(group):
@@ -236,11 +191,10 @@ def sent_bytes(line, coords, sum_factor=2):
         places = np.array([coords[chip] for chip in group])
         return np.abs(places[:, None] - places).sum(axis=-1)
 
-    sizes = [array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(line.type)]
+    sizes = array_sizes(line.type)
     if found[1] == "collective-permute":  # the type of a start has two semaphores as well
         pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]+\})\}", line.text)[1]
-        pairs = [integers(pair) for pair in re.findall(r"\d+,\d+", pairs)]
-        return sizes[0] * max(links(pair).max() for pair in pairs)
+        return sizes[0] * max(links(integers(x)).max() for x in re.findall(r"\d+,\d+", pairs))
     if found[2] and len(sizes) > 1:
         sizes = sizes[len(sizes) // 2 :]  # the type of a start has operands and results
     group, size = first_group(line), sum(sizes)
@@ -253,8 +207,13 @@ def sent_bytes(line, coords, sum_factor=2):
     return size * times * crossed[crossed > 0].min() * (n - 1) / n
 
 
-def interconnect_bytes(text, coords=None):
-    """Bytes that a chip sends over its links in one run of a program.
+def integers(text):
+    """Numbers of a list: "4,2" -> [4, 2]."""
+    return [int(number) for number in text.split(",")]
+
+
+def traffic(text, fractions=None, coords=None):
+    """Bytes that one run of a program moves on each chip.
 
     In a ring of n chips (n - 1) / n of the gathered array leave a chip for an all-gather or a
     reduce-scatter, and twice as much for an all-reduce. In an all-to-all a chip sends 1 / n of its
@@ -264,15 +223,23 @@ def interconnect_bytes(text, coords=None):
 
     Args:
         text: compiled.as_text() of a program.
+        fractions: see executed.
         coords: coordinates of a TPU's chips; None: every two chips have a link.
+
+    Returns:
+        {"hbm_bytes": to and from its memory, "host_bytes": from the host's memory,
+        "interconnect_bytes": to other chips}.
     """
-    total = 0
-    for line, times in executed(text):
-        total += times * sent_bytes(line, coords)
-        if line.name.startswith("async-collective-start"):
-            # Its end and the fusions that overlap with it repeat the collective.
-            total += times * sum(sent_bytes(x, coords) for x in line.fused.values())
-        elif line.operation == "fusion" and "AllReduceScatterFusion" in line.text:
-            # An all-reduce and a slice, which is a reduce-scatter.
-            total += times * sum(sent_bytes(x, coords, 1) for x in line.fused.values())
-    return round(total)
+    hbm = host = sent = 0
+    for line, times in executed(text, fractions):
+        hbm += times * moved_bytes(line)
+        # The type of a copy-start is (target, source, flag).
+        if line.operation == "copy-start" and "S(5)" in SHAPE.findall(line.type)[1][2]:
+            host += times * array_sizes(line.type)[1]
+        # An all-reduce and a slice, which is a reduce-scatter.
+        is_scatter = line.operation == "fusion" and "AllReduceScatterFusion" in line.text
+        # Its end and the fusions that overlap with it repeat the collective.
+        is_async = line.name.startswith("async-collective-start")
+        for inside in [line, *(line.fused.values() if is_scatter or is_async else ())]:
+            sent += times * sent_bytes(inside, coords, 1 if is_scatter else 2)
+    return {"hbm_bytes": round(hbm), "host_bytes": round(host), "interconnect_bytes": round(sent)}

@@ -6,14 +6,9 @@ seconds = sum(kind_seconds(kind, row) for kind, row in table.items()) / BUSY
 
 import math
 import re
+from collections import Counter
 
-from diffusers_flax.compiling.hlo import (
-    NO_TRAFFIC,
-    SHAPE,
-    executed,
-    interconnect_bytes,
-    moved_bytes,
-)
+from diffusers_flax.compiling.hlo import NO_TRAFFIC, SHAPE, executed, moved_bytes, traffic
 
 # {kind of kernels: (pattern of names in XLA's programs, share)}; the first that is found counts.
 # The share is the least time of all kernels of a kind over the measured one, in three programs on
@@ -105,31 +100,29 @@ def kernel_table(text, chip, fractions=None):
     # A multiply-add of each float32 unit in a cycle.
     full = 2e9 * chip.card.cores * chip.card.units * chip.card.clock
     rates = {"f32": chip.flops / 2, FULL: full, "s8": chip.int8}
-    tables = []
+    table = {}
     for line, times in executed(text, fractions):
         if line.operation in NO_TRAFFIC or line.operation.endswith("-done"):
             continue
-        row = {"kernels": 1, "bytes": 0, "flops": 0, "least_seconds": 0.0}
-        if (kind := kind_of(line)) != "collective":
-            inside = line.fused.values() if line.operation == "fusion" else ()
-            products = [product_flops(x) for x in inside or (line,)]
-            row["flops"], row["bytes"] = sum(flops for flops, _ in products), moved_bytes(line)
+        kind, flops, moved, least = kind_of(line), 0, 0, 0.0
+        if kind != "collective":
+            inside = line.fused.values() if line.operation == "fusion" else [line]
+            products = [product_flops(x) for x in inside]
+            flops, moved = sum(flops for flops, _ in products), moved_bytes(line)
             seconds = sum(flops / rates.get(dtype, chip.flops) for flops, dtype in products)
-            row["least_seconds"] = max(seconds, row["bytes"] / chip.bandwidth)
-        tables.append(({kind: row}, times))
-    sent = interconnect_bytes(text)
-    row = {"kernels": 0, "bytes": sent, "flops": 0, "least_seconds": sent / chip.interconnect}
-    return add_tables([*tables, ({"collective": row} if sent else {}, 1)])
+            least = max(seconds, moved / chip.bandwidth)
+        amounts = {"kernels": 1, "bytes": moved, "flops": flops, "least_seconds": least}
+        add_times(table, {kind: amounts}, times)
+    if sent := traffic(text, fractions)["interconnect_bytes"]:
+        table["collective"].update(bytes=sent, least_seconds=sent / chip.interconnect)
+    return table
 
 
-def add_tables(tables):
-    """The sum of tables, each times a number; tables: [(of kernel_table, number)]."""
-    total = {}
-    for table, number in tables:
-        for kind, row in table.items():
-            old = total.setdefault(kind, dict.fromkeys(row, 0.0))
-            total[kind] = {name: old[name] + number * row[name] for name in row}
-    return total
+def add_times(total, table, times):
+    """Add the rows of a table, times a number, to the rows of another one."""
+    for kind, row in table.items():
+        row = {name: times * amount for name, amount in row.items()}
+        total.setdefault(kind, Counter()).update(row)
 
 
 def kind_seconds(kind, row):

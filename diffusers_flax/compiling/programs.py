@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusers_flax.acceleration.caches import switch_fractions
-from diffusers_flax.acceleration.plans import count_evaluations, plan_steps
+from diffusers_flax.acceleration.plans import plan_steps
 from diffusers_flax.command_line import AtLeast, Between
 from diffusers_flax.compiling.chips import find_target
 from diffusers_flax.compiling.kernels import BUSY_WITH_IMAGES
@@ -19,7 +19,12 @@ from diffusers_flax.compiling.report import Part, Program, num_bytes, replicated
 from diffusers_flax.devices.layout import Layout, parse_layout
 from diffusers_flax.devices.parallelism import num_row_devices
 from diffusers_flax.generating.batches import IN_FLIGHT
-from diffusers_flax.generating.flags import check_guidance_range, check_pair_ranges, from_flags
+from diffusers_flax.generating.flags import (
+    SamplingFlags,
+    check_guidance_range,
+    check_pair_ranges,
+    from_flags,
+)
 from diffusers_flax.generating.models import (
     EDIT,
     Sampling,
@@ -36,7 +41,6 @@ from diffusers_flax.pipelines.attention_sharing import SCOPE
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.memory import choose_vae_tile, num_bytes_at_once
 from diffusers_flax.pipelines.running import Options
-from diffusers_flax.pipelines.sampling import timestep_options
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
 FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
@@ -61,20 +65,13 @@ class TargetFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageFlags(TargetFlags):
-    """Flags of the programs that make images, in bfloat16."""
+class ImageFlags(SamplingFlags, TargetFlags):
+    """Flags of the programs that make images, by default in bfloat16."""
 
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
     pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family
-    revision: str | None = None  # branch, tag or commit of a hub id
     config_name_or_path: str | None = None  # configs of a one-file model; default: its family's
     num_inference_steps: Positive = 20  # denoising steps
-    # timesteps to run instead, for distilled models: 999 749 499 249; or ays
-    timesteps: tuple[int | Literal["ays"], ...] = ()
-    scheduler: str | None = None  # ddim, euler, ...; default: the model's own
-    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
-    # int8, taesd; see docs/acceleration.md
-    accelerate: tuple[str, ...] = ()
     storage: Literal["float8", "int8"] | None = None  # of the kernels of UNet and text encoders
     vae_dtype: Literal["float32", "bfloat16", "float16"] | None = None  # default: the program's
     # pixels, side of the tiles of the VAE; 0: whole images; default: tiles if they need less memory
@@ -152,27 +149,25 @@ def param_shapes(module, dtype):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
 
 
-def open_pipeline(config, layout=None):
-    """The pipeline of ImageFlags in bfloat16, from config files only.
+def open_pipeline(config, sampling, layout):
+    """The pipeline of ImageFlags, from config files only.
 
     Raises:
         ValueError: the model or flags do not fit.
     """
-    source, revision = config.pretrained_model_name_or_path, config.revision
+    source = config.pretrained_model_name_or_path
     task = EDIT if isinstance(config, EditProgramFlags) else "text to image"
-    place = dict(flag="pretrained_model_name_or_path", revision=revision)
-    is_xl, configs = check_tasks(source, [task], **place)
+    is_xl, configs = check_tasks(source, [task], flag="pretrained_model_name_or_path")
     cls = pipeline_for(task, is_xl)
     if isinstance(config, PairProgramFlags):
         check_guidance_range(config.guidance_scale, configs["unet"])
-    sampling = from_flags(Sampling, config, guidance_scale=np.max(config.guidance_scale))
     scheduler = check_sampling(cls, configs["scheduler"], source, sampling)
     # Prompts are tokens here, so no tokenizer is read.
     encoders = [name for name in configs if name.startswith("text_encoder")]
     replaced = {name.replace("text_encoder", "tokenizer"): True for name in encoders}
     options = {name: getattr(config, name) for name in ("accelerate", "storage", "vae_dtype")}
     options |= {"scheduler": scheduler, "replaced": replaced, "layout": layout}
-    return cls.open(source, revision, dtype=jnp.bfloat16, **options)
+    return cls.open(source, dtype=jnp.dtype(config.dtype or "bfloat16"), **options)
 
 
 def pipeline_shapes(pipeline):
@@ -200,27 +195,26 @@ def image_program(config, devices):
         config: SdxlFlags, EditProgramFlags or PairProgramFlags.
         devices: to compile for.
     """
-    layout, clip, clip_bytes = None, None, 0
+    layout = clip = None
     if isinstance(config, PairProgramFlags):
         check_pair_ranges(config)
         height, width, B = config.height, config.width, 2 * config.batch_size
         clip = clip_part(B, devices)
-        clip_bytes = num_bytes(clip.args[0])
     else:
         height = width = getattr(config, "resolution", None) or config.image_size
         B, layout = config.num_images, parse_layout(config.parallel, devices)
         if config.offload:
             layout = replace(layout or Layout(devices), offload=config.offload)
     n = len(devices) if layout is None else layout.data
-    pipeline = open_pipeline(config, layout)
+    sampling = from_flags(Sampling, config, guidance_scale=np.max(config.guidance_scale))
+    pipeline = open_pipeline(config, sampling, layout)
     height, width = pipeline.image_size(height, width)
     if (tile := config.vae_tile) is None:  # what the chip's memory needs
-        chip = find_target(config.tpu or config.gpu).chip
-        left = chip.memory - num_bytes_at_once(pipeline) - clip_bytes
+        left = find_target(config.tpu or config.gpu).chip.memory - num_bytes_at_once(pipeline)
+        left -= num_bytes(clip.args[0]) if clip else 0
         if layout:
             left *= num_row_devices(layout, height // pipeline.vae_scale_factor)
-        platform = "gpu" if chip.card else "tpu"
-        tile = choose_vae_tile(pipeline, B, (width, height), left, platform)
+        tile = choose_vae_tile(pipeline, B, (width, height), left, devices[0].platform)
     pipeline = replace(pipeline, vae=with_tile(pipeline.vae, tile))
 
     key = jax.eval_shape(jax.random.key, 0)
@@ -234,9 +228,7 @@ def image_program(config, devices):
         inputs["image_guidance_scale"] = scale
     scales = {name: np.max(getattr(config, name)) for name in inputs if name.endswith("_scale")}
     branches = pipeline.guidance_branches(**scales)
-    steps = config.num_inference_steps, config.timesteps, None
-    steps = timestep_options(*steps, pipeline.ays_timesteps)
-    options = steps | {"height": height, "width": width}
+    options = sampling.steps(type(pipeline)) | {"height": height, "width": width}
     schedule = pipeline.make_schedule(Options(**options), pipeline.latent_shape(B, height, width))
     plan = plan_steps(pipeline.accelerate, branches, schedule.scales)
     fractions = switch_fractions(plan)
@@ -255,23 +247,19 @@ def image_program(config, devices):
     else:
         pipeline.check_parallel(branches, height)
         function, params = layout.jit_batches(generate), layout.shapes_of_params(params)
-        inputs = layout.with_shardings(inputs)
+        inputs, devices = layout.with_shardings(inputs), layout.devices
     step = Part(function, (inputs, params), fractions=fractions, busy=BUSY_WITH_IMAGES)
-    parts, held = {"step": step}, {"parameters": params}
-    batches = [inputs]
+    parts, held, batches = {"step": step}, {"parameters": params}, [inputs]
     if clip:
         parts["CLIP"], held["CLIP"] = clip, clip.args[0]
         images = jax.ShapeDtypeStruct((n, B, height, width, 3), jnp.float32)
         batches += [clip.args[1], *[images] * (IN_FLIGHT - 1)]
-    group_size = 1 if layout is None else layout.branches * layout.rows
-    num_items = config.batch_size if clip else B
     return Program(
         parts,
         held | {"batches": batches},
-        batch_per_chip=num_items if group_size == 1 else num_items / group_size,
+        batch_per_chip=(B // 2 if clip else B) * n / len(devices),
+        num_chips=len(devices),
         per_batch=2 if clip else 1,
-        num_chips=None if layout is None else len(layout.devices),
-        evaluations=count_evaluations(plan),
         vae_tile=tile if max(height, width) > tile else 0,
     )
 

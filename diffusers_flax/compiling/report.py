@@ -3,15 +3,16 @@
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
 from diffusers_flax.compilation_cache import no_compilation_cache
-from diffusers_flax.compiling.chips import GIB, TPUS, USABLE_SHARE
-from diffusers_flax.compiling.hlo import hbm_bytes, host_bytes, interconnect_bytes
-from diffusers_flax.compiling.kernels import BUSY, add_tables, kernel_table, kind_seconds
+from diffusers_flax.compiling.chips import GIB, USABLE_SHARE
+from diffusers_flax.compiling.hlo import traffic
+from diffusers_flax.compiling.kernels import BUSY, add_times, kernel_table, kind_seconds
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.messages import one_line
 
@@ -39,10 +40,9 @@ class Program(NamedTuple):
     parts: dict  # {name: Part}, the step first
     held: dict[str, Any]  # arrays in memory before the step, {name in the report: tree}
     batch_per_chip: float  # pairs, samples or images
+    num_chips: int  # that take part
     unit: str = "images"  # of rates
     per_batch: int = 1  # units for each of the batch
-    num_chips: int | None = None  # chips that take part; None: all
-    evaluations: int = 0  # of the UNet per image, for programs that make images
     vae_tile: int = 0  # side of the tiles in which the VAE works, pixels; 0: whole images
 
 
@@ -67,69 +67,59 @@ def num_bytes(tree):
     return sum(math.prod(on_a_chip(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def program_costs(function, args, chip, fractions=None, compiler_options=None):
-    """Compile a program and measure its memory and traffic on each chip.
+def program_costs(part, chip, compiler_options=None):
+    """Compile a Part and measure its memory and traffic on each chip.
 
     Args:
-        function: of pmap or jit.
-        args: its arguments, trees of ShapeDtypeStructs.
+        part: Part.
         chip: Chip.
-        fractions: see hlo.executed.
         compiler_options: {name: value} of XLA's options.
 
     Returns:
-        dict: "padding" (of the arguments), "temporaries", "outputs" (unless they replace an
-        argument) and "code", bytes; "interconnect_bytes", "host_bytes", "hbm_bytes"; of a GPU
-        "kernels", see kernel_table; "compile_seconds". If the memory is too small, only "needs",
-        bytes, and "compile_seconds".
+        dict: "memory", bytes of "padding" (of the arguments), "temporaries", "outputs" (unless
+        they replace an argument) and "code"; the bytes of hlo.traffic; "kernels", see kernel_table,
+        {} of a TPU; "compile_seconds". If the memory is too small, only "needs", bytes.
 
     Raises:
-        ValueError: XLA does not take a compiler option, or the program does not compile with them.
+        ValueError: XLA does not compile it.
     """
-    started, given = time.perf_counter(), compiler_options or {}
+    started = time.perf_counter()
     as_bool = {"true": True, "false": False}  # a GPU's compiler does not take these as text
-    options = {} if chip.card is None else GPU_OPTIONS
-    options = options | {name: as_bool.get(value, value) for name, value in given.items()}
+    given = {name: as_bool.get(value, value) for name, value in (compiler_options or {}).items()}
     try:
         with no_compilation_cache():  # reading from it needs the chip
-            compiled = function.lower(*args).compile(compiler_options=options)
+            options = GPU_OPTIONS | given if chip.card else given
+            compiled = part.function.lower(*part.args).compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         said = str(error)
         size = re.search(r"\b([\d.]+)([KMGT])\b", said)  # the first number is what it needs
-        is_full = "RESOURCE_EXHAUSTED" in said and size is not None
-        # With options another memory may be full, such as VMEM.
-        if given and not (is_full and (chip.card or "hbm" in said.lower())):
-            raise ValueError(
-                f"XLA does not compile with these --compiler_options: {one_line(error, 200)}"
-            ) from error
-        if not is_full:
-            raise
-        needs = float(size[1]) * 1024 ** (1 + "KMGT".index(size[2]))
-        return {"needs": needs, "compile_seconds": time.perf_counter() - started}
+        # Another memory of a TPU may be full, such as VMEM.
+        is_full = "RESOURCE_EXHAUSTED" in said and (chip.card or "hbm" in said.lower())
+        if not (is_full and size):
+            flag = "with these --compiler_options" if given else "this program"
+            raise ValueError(f"XLA does not compile {flag}: {one_line(error, 200)}") from error
+        return {"needs": float(size[1]) * 1024 ** (1 + "KMGT".index(size[2]))}
     memory, formats = compiled.memory_analysis(), jax.tree.leaves(compiled.input_formats)
-    used = [x for x, form in zip(jax.tree.leaves(args), formats) if form.layout is not None]
-    shardings, text = jax.tree.leaves(compiled.input_shardings), compiled.as_text()
-    meshes = (sharding.mesh for sharding in shardings if hasattr(sharding, "mesh"))
-    devices = next(meshes).devices.flat if chip.card is None else ()
-    coords = [device.coords for device in devices if hasattr(device, "coords")] or None
-    costs = {
+    used = [x for x, y in zip(jax.tree.leaves(part.args), formats) if y.layout is not None]
+    text, coords, kernels = compiled.as_text(), None, {}
+    if chip.card:
+        kernels = kernel_table(text, chip, part.fractions)
+    else:
+        shardings = jax.tree.leaves(compiled.input_shardings)
+        mesh = next(x.mesh for x in shardings if hasattr(x, "mesh"))
+        coords = [device.coords for device in mesh.devices.flat]
+    held = {
         "padding": memory.argument_size_in_bytes - num_bytes(used),
         "temporaries": memory.temp_size_in_bytes,
         "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "code": memory.generated_code_size_in_bytes,
-        "interconnect_bytes": interconnect_bytes(text, coords),
-        "host_bytes": host_bytes(text, fractions),
-        "compile_seconds": time.perf_counter() - started,
     }
-    if chip.card is None:
-        return costs | {"hbm_bytes": hbm_bytes(text, fractions)}
-    kernels = kernel_table(text, chip, fractions)
-    moved = sum(row["bytes"] for kind, row in kernels.items() if kind != "collective")
-    return costs | {"hbm_bytes": moved, "kernels": kernels}
+    costs = {"memory": held, "kernels": kernels, "compile_seconds": time.perf_counter() - started}
+    return costs | traffic(text, part.fractions, coords)
 
 
-def compile_program(config, name, program, target):
-    """Compile a Program, say whether it fits, and return its report, ready for JSON.
+def compile_program(config, name, program, chip):
+    """Compile a Program and return its report, ready for JSON.
 
     Memory, FLOPs and bytes are for one chip and one step. A program that does not fit has no times.
 
@@ -137,58 +127,47 @@ def compile_program(config, name, program, target):
         config: the flags.
         name: of the subcommand.
         program: Program.
-        target: Target.
+        chip: Chip.
     """
-    chip, batch = target.chip, program.batch_per_chip
-    n = program.num_chips or target.num_chips
-    report = {"program": name, "target": config.tpu or config.gpu, "chips": n}
-    report |= {"batch_per_chip": batch, "unit": program.unit, "fits": False}
-    report |= {"unet_evaluations": program.evaluations, "vae_tile": program.vae_tile}
-    memory = {name: num_bytes(tree) for name, tree in program.held.items()}
-    memory |= dict.fromkeys(("padding", "temporaries", "outputs", "code"), 0)
-    report |= {"memory_usable": round(chip.memory), "memory_total": sum(memory.values())}
-    amounts = ("flops", "int8_flops", "hbm_bytes", "interconnect_bytes", "host_bytes")
-    amounts += ("compile_seconds", "step_seconds", "estimated_seconds")
-    sums, kernels = dict.fromkeys(amounts, 0.0), {}
+    n = program.num_chips
+    memory = Counter({name: num_bytes(tree) for name, tree in program.held.items()})
+    report = {
+        "program": name,
+        "target": config.tpu or config.gpu,
+        "chips": n,
+        "batch_per_chip": program.batch_per_chip,
+        "unit": program.unit,
+        "vae_tile": program.vae_tile,
+        "memory_usable": round(chip.memory),
+        "memory_total": memory.total(),
+        "fits": False,
+    }
+    if memory.total() > chip.memory:
+        return report  # minutes of compilation are for nothing
+    sums, kernels = Counter(), {}
     options = dict(option.split("=", 1) for option in config.compiler_options)
-    # Groups that --offload fetches come while others compute.
-    is_ahead = getattr(config, "offload", None) == "group"
     for part in program.parts.values():
-        costs = {"needs": report["memory_total"]}
-        if costs["needs"] <= chip.memory:  # else minutes of compilation are for nothing
-            costs = program_costs(part.function, part.args, chip, part.fractions, options)
+        costs = program_costs(part, chip, options)
         if "needs" in costs:
-            report["memory_total"] = round(costs["needs"])
-            print(verdict(report), flush=True)
-            return report
-        memory["padding"] += int(costs["padding"] * part.held)
-        memory["temporaries"] = max(memory["temporaries"], costs["temporaries"])
-        memory["outputs"] = memory["outputs"] or costs["outputs"]
-        memory["code"] += costs["code"]
+            return report | {"memory_total": round(costs["needs"])}
+        own = costs.pop("memory")
+        memory["padding"] += int(own["padding"] * part.held)
+        memory["temporaries"] = max(memory["temporaries"], own["temporaries"])
+        memory.setdefault("outputs", own["outputs"])  # of the step
+        memory["code"] += own["code"]
         traced = jax.make_jaxpr(part.function)(*part.args)
         costs["flops"], costs["int8_flops"] = matmul_flops(traced.jaxpr, part.fractions)
         times, fetching = least_and_estimate(chip, part, costs), costs["host_bytes"] / chip.host
+        # Groups that --offload fetches come while others compute.
+        is_ahead = getattr(config, "offload", None) == "group"
         times = [max(x, fetching) if is_ahead else x + fetching for x in times]
         costs["step_seconds"], costs["estimated_seconds"] = times
-        sums = {key: x + part.times * costs[key] for key, x in sums.items()}
-        kernels = add_tables([(kernels, 1), (costs.get("kernels", {}), part.times)])
-    report |= sums | {"memory": memory, "memory_total": sum(memory.values()), "kernels": kernels}
-    report["fits"] = report["memory_total"] <= chip.memory
-    print(verdict(report), flush=True)
-    rate = batch * program.per_batch / report["step_seconds"]
-    return report | {"images_per_second_per_chip": rate, "images_per_second": n * rate}
-
-
-def verdict(report):
-    """A line that says whether the program fits."""
-    total, usable = report["memory_total"] / GIB, report["memory_usable"] / GIB
-    answer = "fits" if report["fits"] else "does not fit"
-    return f"{answer}: {report['batch_per_chip']} per chip need {total:.2f} of {usable:.2f} GiB"
-
-
-def peak_share(chip):
-    """Share of a TPU's peak for estimates: the published one, else the lowest of all chips."""
-    return chip.share or min(other.share for other in TPUS.values() if other.share)
+        add_times(kernels, costs.pop("kernels"), part.times)
+        sums.update({name: part.times * amount for name, amount in costs.items()})
+    report |= sums | {"memory": memory, "memory_total": memory.total(), "kernels": kernels}
+    report["fits"] = memory.total() <= chip.memory
+    images = n * program.batch_per_chip * program.per_batch
+    return report | {"images_per_second": images / report["step_seconds"]}
 
 
 def least_and_estimate(chip, part, costs):
@@ -206,7 +185,14 @@ def least_and_estimate(chip, part, costs):
     compute = flops / chip.flops + costs["int8_flops"] / chip.int8
     sent = costs["interconnect_bytes"] / chip.interconnect
     least = max(compute, costs["hbm_bytes"] / chip.bandwidth, sent)
-    return least, least / peak_share(chip)
+    return least, least / chip.share
+
+
+def verdict(report):
+    """A line that says whether the program fits."""
+    total, usable = report["memory_total"] / GIB, report["memory_usable"] / GIB
+    answer = "fits" if report["fits"] else "does not fit"
+    return f"{answer}: {report['batch_per_chip']:g} per chip need {total:.2f} of {usable:.2f} GiB"
 
 
 def print_report(report, chip):
@@ -220,7 +206,7 @@ def print_report(report, chip):
     if not report["fits"]:
         print("docs/memory.md has flags that take less memory")
         return
-    # A program may fit only if jax takes more of a GPU's memory than by default.
+    # The program fits only if jax takes more of a GPU's memory than by default.
     if chip.card and report["memory_total"] > JAX_SHARE * chip.num_bytes:
         variable = f"XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE_SHARE}"
         print(f"jax takes {JAX_SHARE:.0%} of a GPU's memory: export {variable}")
@@ -229,19 +215,17 @@ def print_report(report, chip):
         f"memory, {report['interconnect_bytes'] / 1e9:.3g} GB to other chips, "
         f"{report['host_bytes'] / 1e9:.3g} GB from the host's memory"
     )
+    share = "the shares that these kinds of kernels reached on an H200"
     if chip.card:
-        share = "the shares that these kinds of kernels reached on an H200"
         print(f"  {'kernels':<14}  number       GB    TFLOP  least ms  estimate")
         for kind, row in sorted(report["kernels"].items(), key=lambda row: -kind_seconds(*row)):
             amounts = f"{row['bytes'] / 1e9:9.2f}{row['flops'] / 1e12:9.2f}"
             times = f"{row['least_seconds'] * 1e3:10.2f}{kind_seconds(kind, row) * 1e3:10.2f}"
             print(f"  {kind:<14}{row['kernels']:8.0f}{amounts}{times}")
     else:
-        share = f"{peak_share(chip):.0%} of the peak, which is published for "
-        share += "SDXL on this chip" if chip.share else "another chip; for this one there is none"
+        share = f"{chip.share:.0%} of the peak, see docs/sdxl.md"
+    batch = report["images_per_second"] * report["step_seconds"]
     said = {"step_seconds": "at least", "estimated_seconds": f"by estimate, at {share},"}
     for key, words in said.items():
-        slower, unit = report[key] / report["step_seconds"], report["unit"]
-        rate = report["images_per_second_per_chip"] / slower
-        of_all = f", {rate * report['chips']:.3g} on all" if report["chips"] > 1 else ""
-        print(f"{words} {report[key] * 1e3:.3g} ms, {rate:.3g} {unit}/s per chip{of_all}")
+        rate = f"{batch / report[key]:.3g} {report['unit']}/s"
+        print(f"{words} {report[key] * 1e3:.3g} ms, {rate} on {report['chips']} chip(s)")

@@ -9,7 +9,7 @@ import pytest
 from tpu_programs import needs_libtpu
 
 from diffusers_flax.compiling.chips import TPUS, find_target, target_devices
-from diffusers_flax.compiling.report import program_costs, replicated_shapes
+from diffusers_flax.compiling.report import Part, program_costs, replicated_shapes
 from diffusers_flax.models.quantization import store
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.training.sharding import gather, shard_axes, state_shapes, update_state
@@ -24,15 +24,15 @@ def test_padding_is_that_of_tiles(libtpu_environment):
     devices = target_devices(find_target("v5e-4"))
     narrow = jax.ShapeDtypeStruct((4, 8, 100), jnp.float32)
     unused = jax.ShapeDtypeStruct((4, 1000), jnp.float32)
-    result = program_costs(jax.pmap(lambda x, y: x + 1, devices=devices), (narrow, unused), V5E)
-    assert result["padding"] == 4 * 8 * (128 - 100)
+    part = Part(jax.pmap(lambda x, y: x + 1, devices=devices), (narrow, unused))
+    assert program_costs(part, V5E)["memory"]["padding"] == 4 * 8 * (128 - 100)
 
 
 @needs_libtpu
 def test_traffic_is_what_does_not_fit_on_the_chip(libtpu_environment):
     devices = target_devices(find_target("v5e-4"))
     large = jax.ShapeDtypeStruct((4, 16384, 4096), jnp.float32)  # twice the VMEM
-    result = program_costs(jax.pmap(lambda x: x + 1, devices=devices), (large,), V5E)
+    result = program_costs(Part(jax.pmap(lambda x: x + 1, devices=devices), (large,)), V5E)
     assert result["hbm_bytes"] == 2 * 16384 * 4096 * 4
     # 16 results of 4 MiB stay on the chip: arguments and the last result travel, one of them twice.
     small = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float32)
@@ -42,7 +42,7 @@ def test_traffic_is_what_does_not_fit_on_the_chip(libtpu_environment):
             x = jnp.tanh(x @ w)
         return x
 
-    result = program_costs(jax.pmap(chain, devices=devices), (small, small), V5E)
+    result = program_costs(Part(jax.pmap(chain, devices=devices), (small, small)), V5E)
     size = 1024 * 1024 * 4
     assert 3 * size <= result["hbm_bytes"] <= 4 * size
 
@@ -51,7 +51,7 @@ def test_traffic_is_what_does_not_fit_on_the_chip(libtpu_environment):
 def test_too_large_for_the_chip(libtpu_environment):
     devices = target_devices(find_target("v5e-4"))
     square = jax.ShapeDtypeStruct((4, 50_000, 50_000), jnp.float32)  # 9.3 GiB each
-    result = program_costs(jax.pmap(lambda x: x + 1, devices=devices), (square,), V5E)
+    result = program_costs(Part(jax.pmap(lambda x: x + 1, devices=devices), (square,)), V5E)
     assert 18.6 < result["needs"] / 2**30 < 19
 
 
@@ -83,8 +83,8 @@ def test_kernels_in_8_bits_are_cast_up_one_at_a_time(libtpu_environment):
         stored = jax.eval_shape(partial(store, storage=storage), params)
         args = stored, jnp.zeros((1, 4, 16, 16)), jnp.zeros((1, 77, 128), jnp.bfloat16)
         args = replicated_shapes(args, len(devices))
-        costs = program_costs(jax.pmap(loop, devices=devices), args, V5E)
-        temporaries[storage] = costs["temporaries"]
+        costs = program_costs(Part(jax.pmap(loop, devices=devices), args), V5E)
+        temporaries[storage] = costs["memory"]["temporaries"]
     kernels = sum(2 * x.size for x in jax.tree.leaves(stored) if x.dtype == jnp.int8)
     assert kernels > 2**24
     assert temporaries["int8"] - temporaries[None] < kernels / 4, temporaries
@@ -115,6 +115,5 @@ def test_a_step_does_not_copy_the_parameters(libtpu_environment):
     step = jax.pmap(step, axis_name="batch", devices=devices, donate_argnums=0)
     size = 4 * 20 * 2560**2  # of the whole parameters in float32
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
-        result = program_costs(step, (state, x), V5E)
-    print({name: figure / size for name, figure in result.items()})
+        result = program_costs(Part(step, (state, x)), V5E)
     assert result["hbm_bytes"] < 9 * size

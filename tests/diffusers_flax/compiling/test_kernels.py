@@ -7,7 +7,7 @@ from gpu_programs import needs_gpu_compiler
 
 from diffusers_flax.compiling.chips import GPUS, find_target, target_devices, traced_for
 from diffusers_flax.compiling.kernels import kernel_table
-from diffusers_flax.compiling.report import program_costs
+from diffusers_flax.compiling.report import Part, program_costs
 
 H100 = GPUS["h100"]
 
@@ -165,8 +165,8 @@ def test_a_compiled_program():
 
     program = jax.pmap(multiply, axis_name="batch", devices=devices)
     with traced_for(target.chip):
-        costs = program_costs(program, (x, y), target.chip)
+        costs = program_costs(Part(program, (x, y)), target.chip)
     assert costs["kernels"]["matmul"]["flops"] == 2 * 1024 * 2048 * 512
     # A ring sends twice 7 of 8 parts of the product.
     assert costs["interconnect_bytes"] == 2 * 4 * 1024 * 512 * 7 / 8
-    assert costs["outputs"] == 4 * 1024 * 512
+    assert costs["memory"]["outputs"] == 4 * 1024 * 512

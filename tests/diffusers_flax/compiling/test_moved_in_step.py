@@ -9,7 +9,7 @@ from gpu_programs import needs_gpu_compiler
 from compile_for import TrainFlags, train_program, with_model
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.compiling.chips import find_target, target_devices, traced_for
-from diffusers_flax.compiling.hlo import all_bytes, parse_program
+from diffusers_flax.compiling.hlo import array_sizes, parse_program
 from diffusers_flax.compiling.programs import FAMILIES
 from diffusers_flax.compiling.report import GPU_OPTIONS
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
@@ -40,7 +40,7 @@ def moved_in_step(text):
     computations, entry = parse_program(text)
     arguments, moved, shapes = set(), [], []
     for line in computations[entry].values():
-        is_large = line.type.startswith(("f32[", "bf16[")) and all_bytes(line.type) >= 2**14
+        is_large = line.type.startswith(("f32[", "bf16[")) and sum(array_sizes(line.type)) >= 2**14
         reads_arguments = bool(arguments.intersection(line.operands))
         inside = [*line.fused.values()] or [line]
         moves = [without_ones(x.type) for x in inside if x.operation in MOVES]

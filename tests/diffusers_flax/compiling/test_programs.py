@@ -86,8 +86,6 @@ def test_flops_of_a_cache_are_those_of_its_steps(model):
     for interval in (2, 3, 4):
         config = accelerated(model, f"deepcache:interval={interval}", num_inference_steps=12)
         counts[interval] = count_flops(config)
-        evaluations = image_program(config, jax.devices()[:1]).evaluations
-        assert evaluations == 3 * 12 / interval
     assert counts[2] - counts[3] == pytest.approx(2 * (counts[3] - counts[4]))
     one = count_flops(accelerated(model, num_inference_steps=1))
     assert counts[4] > 3 * one * 0.7  # it has the VAE too
@@ -186,17 +184,10 @@ def test_flops_of_pairs_are_of_a_plain_program(text_model):
 
 
 @pytest.mark.slow
-def test_steps_and_sizes_of_pairs(text_model):
-    devices = jax.devices()[:1]
+def test_sizes_of_pairs(text_model):
     config = pairs(text_model, scheduler="lcm", timesteps=(999, 749, 499), height=32)
-    program = image_program(config, devices)
-    assert program.evaluations == 2 * 3
-    step = program.parts["step"]
+    step = image_program(config, jax.devices()[:1]).parts["step"]
     assert jax.eval_shape(step.function, *step.args).shape == (1, 4, 32, 64, 3)
-    lcm = {"scheduler": "lcm", "num_inference_steps": 8, "guidance_scale": (1.0, 1.0)}
-    assert image_program(pairs(text_model, **lcm), devices).evaluations == 8
-    cached = pairs(text_model, accelerate=("deepcache:interval=2",), num_inference_steps=12)
-    assert image_program(cached, devices).evaluations == 2 * 6
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from helpers import random_inputs
 from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax import FlaxStableDiffusionXLControlNetPipeline
-from diffusers_flax.compiling.hlo import host_bytes
+from diffusers_flax.compiling.hlo import traffic
 from diffusers_flax.devices import layout as layout_module
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.devices.offload import GROUPS, fetching, group_of
@@ -161,4 +161,4 @@ ENTRY %main (x: f32[2]) -> f32[2] {
   ROOT %lt = pred[] compare(%i, %n), direction=LT
 }
 """
-    assert host_bytes(text) == 20 * 2 * 64 * 128 + 4 * 8
+    assert traffic(text)["host_bytes"] == 20 * 2 * 64 * 128 + 4 * 8
