@@ -85,7 +85,9 @@ def convert_archives(path: Path, output_dir: Path, options: PairsFlags) -> str:
     source, unfinished = find_source(path, output_dir), output_dir / UNFINISHED_DIR
     if any(x.resolve().is_relative_to(output_dir.resolve()) for x in source.paths()):
         raise ValueError(f"--output_dir {output_dir} has files of --pairs; name another")
-    conversion = {"pairs": str(path.resolve()), "files": source.stamp(), "drop": [*options.drop]}
+    files = "".join(f"{file} {file.stat().st_size}\n" for file in source.paths())
+    files = hashlib.sha256(files.encode(errors="replace")).hexdigest()
+    conversion = {"pairs": str(path.resolve()), "files": files, "drop": [*options.drop]}
     names = ("max_pairs", "worker", "num_workers", "num_held_out", "held_out_dir", "seed")
     conversion |= {name: getattr(options, name) for name in names}
     if (manifest := read_manifest(output_dir)).get("conversion") == conversion:

@@ -265,7 +265,10 @@ def row_of(record: dict, read_file: Callable[[Place], bytes]) -> dict:
         name = given.name if isinstance(given, Place) else f"the {role}"
         try:
             data = read_file(given) if isinstance(given, Place) else run_lengths_to_png(given)
-            check_image(data)
+            is_jpeg = data.startswith(b"\xff\xd8\xff") and data.endswith(b"\xff\xd9")
+            is_png = data.startswith(b"\x89PNG\r\n\x1a\n") and data.endswith(b"IEND\xaeB`\x82")
+            if not (is_jpeg or is_png):  # these are whole
+                decode_image(data, (16, 16))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         row[f"{role}_image"] = {"bytes": data, "path": name.rpartition("/")[2]}
@@ -285,11 +288,3 @@ def row_of(record: dict, read_file: Callable[[Place], bytes]) -> dict:
         raise ValueError("it has no instruction")
     "".join([*found, *filter(None, captions.values())]).encode()  # half a letter raises an error
     return row | captions | {"edit_prompt": found}
-
-
-def check_image(data: bytes) -> None:
-    """Raise a ValueError unless data are an image; a whole JPEG or PNG is not decoded."""
-    is_jpeg = data.startswith(b"\xff\xd8\xff") and data.endswith(b"\xff\xd9")
-    is_png = data.startswith(b"\x89PNG\r\n\x1a\n") and data.endswith(b"IEND\xaeB`\x82")
-    if not (is_jpeg or is_png):
-        decode_image(data, (16, 16))

@@ -5,7 +5,6 @@ files = Files(source, members)  # of each archive
 files.find("images/0.png", index, known)
 """
 
-import hashlib
 import os
 from collections import defaultdict
 from pathlib import Path, PurePath
@@ -35,13 +34,6 @@ class Source(NamedTuple):
         """All files that are read."""
         parts = [part for archive in self.archives for part in archive.parts]
         return [*parts, *(file for file, _ in self.indexes), *self.files]
-
-    def stamp(self) -> str:
-        """A hash of the names and sizes of all files."""
-        digest = hashlib.sha256()
-        for file in self.paths():
-            digest.update(f"{file} {file.stat().st_size}\n".encode(errors="replace"))
-        return digest.hexdigest()
 
 
 def find_source(path: Path, output_dir: Path) -> Source:
