@@ -8,7 +8,6 @@ code that reads the set. Nothing here opens a file.
 
 import re
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from diffusers_flax.data.lists import NAMES
@@ -73,20 +72,14 @@ WORDS = {  # of keys of an index, and of a sample's file names in WebDataset: me
 MEANINGS = {word: meaning for meaning, words in WORDS.items() for word in words}
 
 
-@lru_cache(maxsize=1000)
-def known_words(keys: tuple[str, ...]) -> list[tuple[str, str]]:
-    """(key, meaning) of the keys in WORDS, the preferred ones first."""
-    return [(word, meaning) for word, meaning in MEANINGS.items() if word in keys]
-
-
 def by_words(row: dict, stem: str) -> Iterator[IndexedPair]:
     """The pair of a row whose keys are in WORDS.
 
     An image may be a list; the second original image is the reference.
     """
     values = {}
-    for word, meaning in known_words(tuple(row)):
-        if row[word] not in (None, "", []):
+    for word, meaning in MEANINGS.items():  # the preferred ones first
+        if row.get(word) not in (None, "", []):
             values.setdefault(meaning, row[word])
     originals, edited, texts = map(as_list, map(values.get, ("original", "edited", "instruction")))
     texts += as_list(values.pop("more_instructions", None))

@@ -197,11 +197,9 @@ def check_column(schema: pa.Schema, path: Path | RemoteFile, name: str, flag: st
         )
     data_type = str(schema.field(name).type)  # such as struct<bytes: binary, path: string>
     has_text, has_images = "string" in data_type, "binary" in data_type
-    if flag == "edit_prompt_column":
-        wanted, fits = "text or a list of texts", has_text and not has_images
-    else:
-        wanted, fits = "encoded images or paths of their files", has_text or has_images
-    if not fits:
+    is_prompt = flag == "edit_prompt_column"
+    if not has_text and not has_images or is_prompt and has_images:
+        wanted = "text" if is_prompt else "images or paths of their files"
         raise ValueError(
             f"{path}: column {name} is {data_type}, not {wanted}; it has "
             f"{', '.join(schema.names)}: choose another with --{flag}"
