@@ -198,7 +198,7 @@ def check_column(schema: pa.Schema, path: Path | RemoteFile, name: str, flag: st
     data_type = str(schema.field(name).type)  # such as struct<bytes: binary, path: string>
     has_text, has_images = "string" in data_type, "binary" in data_type
     is_prompt = flag == "edit_prompt_column"
-    if not has_text and not has_images or is_prompt and has_images:
+    if (not has_text and not has_images) or (is_prompt and has_images):
         wanted = "text" if is_prompt else "images or paths of their files"
         raise ValueError(
             f"{path}: column {name} is {data_type}, not {wanted}; it has "
