@@ -56,6 +56,7 @@ EDITS = [
 ]
 
 
+@pytest.mark.slow
 def test_an_image_is_made_again_from_its_recipe(model, input_images, monkeypatch, capsys):
     """Of a list too; another seed wins; a missing or changed original is refused."""
     monkeypatch.chdir(input_images)

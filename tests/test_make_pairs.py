@@ -483,6 +483,7 @@ def test_other_lists_give_the_same_pairs(clip, monkeypatch):
     assert [caption[1:] for caption in listed] == [tuple(row.values()) for row in ROWS[:2]]
 
 
+@pytest.mark.slow
 def test_without_clip_all_samples_are_kept(capsys):
     run("", "--preview")
     printed = capsys.readouterr()

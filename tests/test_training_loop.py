@@ -51,6 +51,7 @@ def test_the_loop_trains_a_model_that_edits(tmp_path, devices, capsys):
     assert out.exists()
 
 
+@pytest.mark.slow
 def test_it_says_what_to_type():
     command = [sys.executable, "examples/training_loop.py", "--help"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -472,6 +472,7 @@ def test_the_command_of_a_finished_run_ends_well(model, data, tmp_path, capsys):
     assert "is not a checkpoint of the trainer; give its directory" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_failed_last_checkpoint_does_not_cost_the_model(model, data, tmp_path, monkeypatch):
     def fail(*arguments):
         raise OSError("no space left on device")
