@@ -156,10 +156,10 @@ def test_latents_of_sizes(model, data, tmp_path, monkeypatch, capsys):
     assert "latents of --aspect_ratio_buckets 12x20 16x16 20x12" in error()
     some = error(aspect_ratio_buckets=("16x16", "12x20"))
     assert "latents of --aspect_ratio_buckets 12x20 16x16 20x12; use another directory" in some
-    with pytest.raises(ValueError, match="20x12, not 16x16"):
+    with pytest.raises(ValueError, match="20x12; use another directory"):
         open_mixture([str(out), str(data)], batch_size=8, resolution=16, random_crop=False)
     few = error(aspect_ratio_buckets=(), train_batch_size=12)
-    assert "latents of 12x20 for 10 pairs" in few or "latents of 20x12 for 8 pairs" in few
+    assert "has latents of a size with less than a batch of pairs" in few
     assert "make the latents again with --aspect_ratio_buckets 16x16" in few
     # A size without a batch of pairs has no latents; existing shards keep their sizes.
     cache(model, data, tmp_path / "squares", "--train_batch_size", 12, "--aspect_ratio_buckets")
@@ -174,4 +174,4 @@ def test_latents_of_sizes(model, data, tmp_path, monkeypatch, capsys):
         )
         with pytest.raises(SystemExit):
             run_trainer(config, monkeypatch)
-        assert "contains latents of --aspect_ratio_buckets 16x16, not" in capsys.readouterr().err
+        assert "contains latents of --aspect_ratio_buckets 16x16; use" in capsys.readouterr().err
