@@ -56,6 +56,7 @@ from diffusers_flax.compiling.report import (
 from diffusers_flax.generating.flags import with_single_files
 from diffusers_flax.loading.files import save_whole, write_json
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.training.batches import MAX_STEPS_IN_FLIGHT
 from diffusers_flax.training.ema import ema_plan, make_update_average
 from diffusers_flax.training.flags import (
@@ -209,10 +210,11 @@ def with_model(config, folder):
     components = COMPONENT_FLAGS if is_train else {}
     config = with_single_files(config, "pretrained_model_name_or_path", **components)
     if is_train and not config.unet_model_name_or_path:
-        source = config.pretrained_model_name_or_path
-        place = dict(subfolder="unet", revision=config.revision)
-        widened = FlaxUNet2DConditionModel.load_config(source, **place) | {"in_channels": 8}
-        write_json(folder / "config.json", widened)
+        source, place = config.pretrained_model_name_or_path, dict(revision=config.revision)
+        unet = FlaxUNet2DConditionModel.load_config(source, subfolder="unet", **place)
+        vae = FlaxAutoencoderKL.load_config(source, subfolder="vae", **place)
+        channels = 2 * vae.get("latent_channels", 4)
+        write_json(folder / "config.json", unet | {"in_channels": channels})
         config = replace(config, unet_model_name_or_path=str(folder))
     return config
 
@@ -252,6 +254,9 @@ def run(config):
     unit = target.num_chips * config.gradient_accumulation_steps if is_train else 1
     if is_auto:  # begin with the default
         config = replace(config, **{flag: max(1, defaults[flag] // unit) * unit})
+    for option in config.compiler_options:
+        if "=" not in option:
+            raise ValueError(f"--compiler_options {option} is not NAME=VALUE")
     if is_train:
         check_batch(config, target.num_chips)
         check_combinations(config)  # no check of --output_dir, as nothing is written there

@@ -132,8 +132,16 @@ def run(config):
     protocol = PROTOCOLS[config.protocol]
     if bool(config.data_dir) == bool(config.pairs_jsonl):
         raise ValueError("give one of --data_dir and --pairs_jsonl")
+    if protocol.is_benchmark and config.pairs_jsonl:
+        raise ValueError(f"--protocol {config.protocol} reads --data_dir, not --pairs_jsonl")
+    if not config.model or not config.seeds:
+        raise ValueError("--model and --seeds need at least one value")
     if config.judge and not (protocol.is_judged and config.judge_model):
         raise ValueError("--judge goes with --judge_model and --protocol gedit or imgedit")
+    if protocol.is_judged and (config.metrics or config.clip_model):
+        raise ValueError(
+            f"--protocol {config.protocol} has no true images; leave --metrics and --clip_model out"
+        )
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, RESULTS)
     use_compilation_cache(config.compilation_cache_dir)
     if config.clip_model is None:
@@ -149,10 +157,12 @@ def run(config):
     runs, lists = {}, (config.guidance_scale, config.image_guidance_scale, config.seeds)
     for values in itertools.product(*lists):
         runs[values] = from_flags(Sampling, config, **dict(zip(RUN, values)))
-    opened, resolutions = {}, set()  # {model: (class of the pipeline, scheduler)}
+    opened = {}  # {model: (class of the pipeline, scheduler)}
+    factors, resolutions = set(), set()
     for model in config.model:
         is_xl, configs = check_tasks(model, [EDIT])
         factor, resolution = factor_and_resolution(configs, config.resolution)
+        factors.add(factor)
         resolutions.add(resolution)
         pipeline_type = pipeline_for(EDIT, is_xl)
         for sampling in runs.values():  # an acceleration may not fit the branches of all scales
@@ -160,7 +170,7 @@ def run(config):
         opened[model] = pipeline_type, scheduler
     if len(resolutions) > 1:
         raise ValueError(f"the models are for sizes {sorted(resolutions)}; give --resolution")
-    sizes = [result_size(encoded_size(pair.original), resolution, factor) for pair in pairs]
+    sizes = [result_size(encoded_size(pair.original), resolution, max(factors)) for pair in pairs]
     settings = settings_of_results(config, pairs, resolution)
     results = load_results(config.output_dir, settings, config.model, config.overwrite_output_dir)
     done = {tuple(row[name] for name in ("model", *RUN)) for row in results["rows"]}

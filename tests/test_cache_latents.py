@@ -191,7 +191,7 @@ def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, mon
 @pytest.mark.slow
 def test_too_many_broken_pairs(model, data, tmp_path, monkeypatch):
     monkeypatch.setattr(training_latents, "MIN_ROWS_FOR_BAD_FRACTION", 1)
-    with pytest.raises(ValueError, match=r"1 of the \d+ pairs of .* cannot be used"):
+    with pytest.raises(ValueError, match=r"1 of the first . pairs of .* cannot be used"):
         fill(config_for(model, data, tmp_path / "latents", max_bad_fraction=0.1))
     assert not any((tmp_path / "latents").iterdir())
 

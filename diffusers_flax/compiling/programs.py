@@ -70,6 +70,7 @@ class ImageFlags(SamplingFlags, TargetFlags):
 
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
     pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family
+    revision: str | None = None  # branch, tag or commit of a hub id
     config_name_or_path: str | None = None  # configs of a one-file model; default: its family's
     num_inference_steps: Positive = 20  # denoising steps
     storage: Literal["float8", "int8"] | None = None  # of the kernels of UNet and text encoders
@@ -155,9 +156,10 @@ def open_pipeline(config, sampling, layout):
     Raises:
         ValueError: the model or flags do not fit.
     """
-    source = config.pretrained_model_name_or_path
+    source, revision = config.pretrained_model_name_or_path, config.revision
     task = EDIT if isinstance(config, EditProgramFlags) else "text to image"
-    is_xl, configs = check_tasks(source, [task], flag="pretrained_model_name_or_path")
+    place = dict(flag="pretrained_model_name_or_path", revision=revision)
+    is_xl, configs = check_tasks(source, [task], **place)
     cls = pipeline_for(task, is_xl)
     if isinstance(config, PairProgramFlags):
         check_guidance_range(config.guidance_scale, configs["unet"])
@@ -167,7 +169,7 @@ def open_pipeline(config, sampling, layout):
     replaced = {name.replace("text_encoder", "tokenizer"): True for name in encoders}
     options = {name: getattr(config, name) for name in ("accelerate", "storage", "vae_dtype")}
     options |= {"scheduler": scheduler, "replaced": replaced, "layout": layout}
-    return cls.open(source, dtype=jnp.dtype(config.dtype or "bfloat16"), **options)
+    return cls.open(source, revision, dtype=jnp.dtype(config.dtype or "bfloat16"), **options)
 
 
 def pipeline_shapes(pipeline):

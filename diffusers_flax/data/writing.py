@@ -48,7 +48,7 @@ COPIES = (
 )
 
 
-def write_shards(
+def write_numbered_shards(
     rows: Iterable[tuple[dict, int]],
     folder: Path,
     schema: pa.Schema,
@@ -114,7 +114,7 @@ def write_set(
     """
     replaced = (MANIFEST, *(file.name for file in own_shards(output_dir)))
     with move_when_complete(output_dir, replaced) as folder:
-        files = [file for file, _ in write_shards(rows, folder, schema)]
+        files = [file for file, _ in write_numbered_shards(rows, folder, schema)]
         for number, file in enumerate(files):
             file.rename(folder / f"train-{number:05d}-of-{len(files):05d}.parquet")
         held_out_dir = Path(options.held_out_dir)

@@ -107,7 +107,7 @@ def add_final_turns(pairs):
 def magicbrush_pairs(folder):
     """Yield the pairs of MagicBrush's test folder or dev shards."""
     captions = read_json(folder / CAPTIONS) if (folder / CAPTIONS).is_file() else {}
-    rows = rows_of_sessions(folder) if (folder / SESSIONS).is_file() else rows_of(folder)
+    rows = rows_of_sessions(folder) if (folder / SESSIONS).is_file() else rows_of_shards(folder)
     for place, row in rows:
         session, turn = str(row["img_id"]), row["turn_index"]
         output = row.get("output", f"{session}-output{turn}.png")
@@ -132,21 +132,21 @@ def rows_of_sessions(folder):
         images = folder / "images" / session
         for turn, entry in enumerate(turns, start=1):
             row = {"img_id": session, "turn_index": turn} | entry
-            for name in columns.keys() & entry.keys():
+            for name in filter(entry.get, columns):
                 row[columns[name]] = read_beside(images, entry[name])
             yield f"{images} turn {turn}", row
 
 
 def emu_edit_pairs(folder):
     """Yield the pairs of Emu Edit's shards."""
-    for place, row in rows_of(folder):
+    for place, row in rows_of_shards(folder):
         texts = (row.get(name) or None for name in ("input_caption", "output_caption"))
         yield HeldOutPair(0, place, row["instruction"], row["image"], None, *texts)
 
 
 def gedit_pairs(folder, language):
     """Yield the edits of GEdit-Bench in a language, "en" or "cn"."""
-    for place, row in rows_of(folder):
+    for place, row in rows_of_shards(folder):
         if row["instruction_language"] == language:
             key = f"fullset/{row['task_type']}/{language}/{row['key']}"
             parts = ("", INTERSECTION) if row.get("Intersection_exist") else ("",)
@@ -163,7 +163,7 @@ def imgedit_pairs(folder):
         yield HeldOutPair(0, place, entry["prompt"], image, key=key, group=entry["edit_type"])
 
 
-def rows_of(folder):
+def rows_of_shards(folder):
     """Yield (name, row) of the rows of parquet or Arrow shards; an image is its bytes."""
     for file in sorted(x for x in folder.glob("[!.]*") if x.suffix in (".parquet", ".arrow")):
         if file.suffix == ".parquet":

@@ -227,7 +227,7 @@ def ask_all(pairs, folder, file, config, prompts):
                 answer = client.chat.completions.create(model=config.judge_model, messages=messages)
                 entry["reply"] = answer.choices[0].message.content or ""
                 entry["scores"] = parse_scores(config.protocol, entry["reply"])
-            except (ValueError, TypeError) as error:  # no scores, or not the answer of a chat
+            except (ValueError, TypeError, IndexError, AttributeError) as error:  # of an odd answer
                 reason = one_line(error, 200)
             except (openai.APITimeoutError, openai.APIStatusError) as error:
                 if getattr(error, "status_code", 408) in (401, 403, 404):

@@ -122,21 +122,30 @@ class Checkpoints:
             averages: list of averages.
             reported: of Reports.state, to continue the reports.
         """
+        with self._after_the_model(step):
+            if self.manager:
+                self.manager.wait_until_finished()  # one in memory
+        averages = averages[: self.plan.averages_after(step)]  # no mere copy of the weights
+        content = {"params": state.params, "opt_state": state.opt_state, "ema": averages}
+        content = flatten_by_name(to_host(content, self.axes))  # with all processes
+        if jax.process_index() or self.error:
+            return
+        record = {"identity": self.identity, **reported, "num_averages": len(averages)}
+        with self._after_the_model(step):
+            self._write(step, content, record)
+
+    @contextlib.contextmanager
+    def _after_the_model(self, step):
+        """A context whose errors `close` raises if the step is the last."""
         try:
-            self._save(step, state, averages, reported)
+            yield
         except Exception as error:
             if step < self.identity["max_train_steps"]:
                 raise
             self.error = error
 
-    def _save(self, step, state, averages, reported):
-        if self.manager:
-            self.manager.wait_until_finished()  # one in memory
-        averages = averages[: self.plan.averages_after(step)]  # no mere copy of the weights
-        content = {"params": state.params, "opt_state": state.opt_state, "ema": averages}
-        content = flatten_by_name(to_host(content, self.axes))
-        if jax.process_index():
-            return
+    def _write(self, step, content, record):
+        """Write the arrays of a checkpoint, {name: array}, and its record."""
         import orbax.checkpoint as ocp  # seconds to import
 
         if self.manager is None:
@@ -152,7 +161,6 @@ class Checkpoints:
             self.manager = ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
             for later in [s for s in self.manager.all_steps() if s > self.start_step]:
                 self.manager.delete(later)
-        record = {"identity": self.identity, **reported, "num_averages": len(averages)}
         self.manager.save(
             step,
             args=ocp.args.Composite(
@@ -297,11 +305,11 @@ def make_handlers():
 
 
 @contextlib.contextmanager
-def naming_damage(path):
+def naming_damaged_checkpoint(path):
     """A context for reading a checkpoint whose errors name its directory and the remedy."""
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
+    except (FileNotFoundError, ValueError, KeyError) as error:
         raise ValueError(
             f"checkpoint {path} is damaged ({one_line(error, 200)}); remove this directory to "
             "resume from the checkpoint before"
@@ -310,7 +318,7 @@ def naming_damage(path):
 
 def read_record(path):
     """Read the record of a checkpoint; path: its directory."""
-    with naming_damage(path):
+    with naming_damaged_checkpoint(path):
         return json.loads((path / "run" / "metadata").read_text())
 
 
@@ -319,7 +327,7 @@ def read_arrays(path):
     import orbax.checkpoint as ocp
 
     handlers, _ = make_handlers()
-    with naming_damage(path):
+    with naming_damaged_checkpoint(path):
         return handlers["state"].restore(path.resolve() / "state", args=ocp.args.PyTreeRestore())
 
 

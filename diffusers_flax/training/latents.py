@@ -115,7 +115,7 @@ def decode_row(position, original, edited, cells, resample, factor):
     return row
 
 
-def write_shard(path, groups, metadata, config, encode, batch_size, bar):
+def write_shard(path, groups, metadata, config, encode, batch_size, count):
     """Encode a shard; a batch is decoded while the devices encode the previous one.
 
     Args:
@@ -123,7 +123,7 @@ def write_shard(path, groups, metadata, config, encode, batch_size, bar):
         config: flags of the program.
         encode: of encoder_on.
         batch_size: pairs per call of encode.
-        bar: tqdm bar that counts pairs.
+        count: of write_latents.
     """
     prompt_type = groups[0].metadata.schema.to_arrow_schema().field(groups[0].columns[2]).type
     text = pa.list_(pa.string()) if "list" in str(prompt_type) else pa.string()
@@ -152,7 +152,7 @@ def write_shard(path, groups, metadata, config, encode, batch_size, bar):
                     yield group, number, positions, decoded, pixels
 
     def save(unfinished):
-        rows, num_bad = {}, 0  # rows: of the row group, by position
+        rows = {}  # of the row group, by position
         pool = ThreadPoolExecutor(config.dataloader_num_workers or num_usable_cores())
         with pq.ParquetWriter(unfinished, schema, compression="none") as writer, pool:
             batches = run_ahead(
@@ -162,19 +162,12 @@ def write_shard(path, groups, metadata, config, encode, batch_size, bar):
                 for position, row, *latents in zip(positions, decoded, *map(np.asarray, arrays)):
                     if TIME_IDS in row:
                         row |= dict(zip(LATENT_COLUMNS, (x.tobytes() for x in latents)))
-                    num_bad += TIME_IDS not in row
                     rows[position] = row | {SIZE: number}
-                bar.update(len(positions))
+                count(decoded)
                 if len(rows) == group.num_rows:
                     table = pa.Table.from_pylist([rows[i] for i in sorted(rows)], schema)
                     writer.write_table(table, row_group_size=len(rows))
                     rows.clear()
-        limit = config.max_bad_fraction
-        if num_bad > limit * max(len(size_of), MIN_ROWS_FOR_BAD_FRACTION):
-            raise ValueError(
-                f"{num_bad} of the {len(size_of)} pairs of {groups[0].path} cannot be used, more "
-                f"than --max_bad_fraction {limit} allows"
-            )
 
     save_whole(path, save, shared=True)
 
@@ -215,14 +208,15 @@ def open_images(config, train_data_dir, columns, output_dir, overwrite):
         groups = [group for group in groups if group.path in selected]
     if (sizes := chosen_sizes(config)) is None:
         return groups, None
+    transform = Transform(config.resolution, sizes, random_crop=False)
+    reading = Reading(config.max_train_samples, num_threads=config.dataloader_num_workers)
+    pairs = StoredPairs(train_data_dir, columns, transform, all_processes(), reading)
+    # All processes count together, also those whose latents have their sizes.
+    pairs.choose_sizes(max(1, config.train_batch_size // jax.process_count()))
     if existing and not overwrite:
         stored = {(w, h) for h, w in stored_settings(existing[0]).get("sizes", ())}
         if stored and stored <= {*sizes}:
             return groups, tuple(size for size in sizes if size in stored)
-    transform = Transform(config.resolution, sizes, random_crop=False)
-    reading = Reading(config.max_train_samples, num_threads=config.dataloader_num_workers)
-    pairs = StoredPairs(train_data_dir, columns, transform, all_processes(), reading)
-    pairs.choose_sizes(max(1, config.train_batch_size // jax.process_count()))
     return groups, pairs.sizes
 
 
@@ -317,10 +311,22 @@ def write_latents(config, output_dir, columns, batch_size=None, overwrite=False)
     batch_size = min(per_device, largest_group) * len(devices)
     # Processes that share output_dir start at different shards and skip existing ones.
     first = jax.process_index() * len(missing) // jax.process_count()
-    encode = encoder_on(devices, vae, params)
+    encode, num_bad = encoder_on(devices, vae, params), 0
+
+    def count(rows):
+        """Count the rows of a batch, see decode_row; raise a ValueError if too many are bad."""
+        nonlocal num_bad
+        bar.update(len(rows))
+        num_bad += sum(TIME_IDS not in row for row in rows)
+        if num_bad > config.max_bad_fraction * max(bar.n, MIN_ROWS_FOR_BAD_FRACTION):
+            raise ValueError(
+                f"{num_bad} of the first {bar.n} pairs of {', '.join(sources)} cannot be used, "
+                f"more than --max_bad_fraction {config.max_bad_fraction} allows"
+            )
+
     with tqdm(total=sum(map(sum, sizes_of_groups)), desc="encoding", unit="pair") as bar:
         for path, groups, metadata in missing[first:] + missing[:first]:
             if path.exists():
                 bar.update(sum(group.num_rows for group in groups))
             else:
-                write_shard(path, groups, metadata, config, encode, batch_size, bar)
+                write_shard(path, groups, metadata, config, encode, batch_size, count)

@@ -41,7 +41,7 @@ from diffusers_flax.data.writing import (
     own_shards,
     read_manifest,
     write_held_out,
-    write_shards,
+    write_numbered_shards,
 )
 from diffusers_flax.loading.files import remove, write_text
 from diffusers_flax.messages import first_names
@@ -289,7 +289,9 @@ def write_pairs(
         state["next"] = len(pairs)
 
     name = stem + "-{:05d}.parquet"
-    for file, num_rows in write_shards(rows(), unfinished, schema, name, len(state["files"])):
+    for file, num_rows in write_numbered_shards(
+        rows(), unfinished, schema, name, len(state["files"])
+    ):
         with open(file, "rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
         entry = {"file": file.name, "size": file.stat().st_size, "sha256": digest}
