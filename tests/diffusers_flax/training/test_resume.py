@@ -477,7 +477,7 @@ def test_a_failed_last_checkpoint_does_not_cost_the_model(model, data, tmp_path,
     def fail(*arguments):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(trainer.Checkpoints, "_save", fail)
+    monkeypatch.setattr(trainer.Checkpoints, "_write", fail)
     with pytest.raises(OSError, match="no space left on device"):
         run_here(config_of(model, data, tmp_path, **SHORT | dict(checkpointing_steps=4)))
     assert (tmp_path / "model_index.json").exists()
