@@ -52,7 +52,11 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark as slow the tests of benchmarks, and all `variants` of a test but the first."""
+    """Mark as slow the tests of benchmarks, and all `variants` of a test but the first.
+
+    Tests of programs take longest, so they run first.
+    """
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
     seen = set()
     for item in items:
         test = (item.path, getattr(item, "originalname", item.name))
