@@ -78,15 +78,18 @@ class PairMaker:
         return samples, arrays
 
     def dispatch(self, prepared):
-        """Start the programs of a batch; returns their images, on their devices."""
+        """Start the programs of a batch; returns their images, on their devices.
+
+        prepared: of prepare, for each device.
+        """
         names = ("num_inference_steps", "eta", "guidance_rescale", "height", "width")
         options = {name: getattr(self.config, name) for name in names}
         options["timesteps"] = self.config.timesteps or None
 
-        def call(params, chunk):
-            return self.pipeline(params=params, **options, **chunk[1]).images
+        def call(params, arrays):
+            return self.pipeline(params=params, **options, **arrays).images
 
-        images = list(self.pool.map(call, self.params, prepared))
+        images = list(self.pool.map(call, self.params, [arrays for _, arrays in prepared]))
         self.started = self.started or time.perf_counter()
         return images
 
@@ -101,7 +104,8 @@ class PairMaker:
         self.num_finite += np.sum(finite)
         self.num_nan += np.sum(~np.array(finite))
         if not self.num_finite and self.num_nan >= MAX_NAN:
-            first = self.captions[prepared[0][0][0].place]
+            samples, _ = prepared[0]
+            first = self.captions[samples[0].place]
             which = f'images of "{first.input}" and others'
             check_finite_images(images[0], which)
         if not np.all(finite):
