@@ -56,7 +56,7 @@ BAD_FOLDERS = [
     ({"unet_model_name_or_path": "other"}, None, "does not fit the text encoders of model; take"),
     ({"pretrained_model_name_or_path": NOWHERE}, None, f"{NOWHERE} has no model_index.json"),
     ({}, without("model/text_encoder"), "no config.json in model/text_encoder"),
-    ({}, without("model/tokenizer"), "the tokenizer of model"),
+    ({}, without("model/tokenizer"), "no tokenizer_config.json in model/tokenizer"),
     ({}, damaged("model/unet/diffusion_pytorch_model.safetensors"), "diffusion_pytorch_model"),
     (
         {},

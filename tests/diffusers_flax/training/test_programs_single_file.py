@@ -78,7 +78,7 @@ def test_programs(tmp_path, capsys):
     np.testing.assert_array_equal(*results)
     with pytest.raises(SystemExit):
         edit_cli.main(["--model", str(file), *flags, "--config_name_or_path", str(folder)])
-    assert "is a StableDiffusionPipeline, not an InstructPix2Pix model" in capsys.readouterr().err
+    assert "is not an edit model (StableDiffusionPipeline)" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -108,7 +108,6 @@ def test_latents_distillation_and_compilation(tmp_path):
     flags += ["--output_dir", f"{tmp_path}/lora", "--compilation_cache_dir", ""]
     distill_lcm.main([*flags, *model])
     assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").exists()
-    assert ".from_single_file(" in (tmp_path / "lora" / "README.md").read_text()
 
     config = EditProgramFlags(
         tpu="v5e-1", pretrained_model_name_or_path=str(file), config_name_or_path=str(folder)
