@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 
-from diffusers_flax.compiling.hlo import NO_TRAFFIC, SHAPE, executed, moved_bytes, traffic
+from diffusers_flax.compiling.hlo import NO_TRAFFIC, SHAPE, executed, moved_bytes, sent_bytes
 
 # {kind of kernels: (pattern of names in XLA's programs, share)}; the first that is found counts.
 # The share is the least time of all kernels of a kind over the measured one, in three programs on
@@ -104,8 +104,11 @@ def kernel_table(text, chip, fractions=None):
     for line, times in executed(text, fractions):
         if line.operation in NO_TRAFFIC or line.operation.endswith("-done"):
             continue
-        kind, flops, moved, least = kind_of(line), 0, 0, 0.0
-        if kind != "collective":
+        kind, flops = kind_of(line), 0
+        if kind == "collective":
+            moved = sent_bytes(line, None)
+            least = moved / chip.interconnect
+        else:
             inside = line.fused.values() if line.operation == "fusion" else [line]
             products = [product_flops(x) for x in inside]
             flops, moved = sum(flops for flops, _ in products), moved_bytes(line)
@@ -113,8 +116,6 @@ def kernel_table(text, chip, fractions=None):
             least = max(seconds, moved / chip.bandwidth)
         amounts = {"kernels": 1, "bytes": moved, "flops": flops, "least_seconds": least}
         add_times(table, {kind: amounts}, times)
-    if sent := traffic(text, fractions)["interconnect_bytes"]:
-        table["collective"].update(bytes=sent, least_seconds=sent / chip.interconnect)
     return table
 
 
