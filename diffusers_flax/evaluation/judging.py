@@ -229,9 +229,13 @@ def ask_all(pairs, folder, file, config, prompts):
                 entry["scores"] = parse_scores(config.protocol, entry["reply"])
             except (ValueError, TypeError, IndexError, AttributeError) as error:  # of an odd answer
                 reason = one_line(error, 200)
+            except (
+                openai.AuthenticationError,
+                openai.PermissionDeniedError,
+                openai.NotFoundError,
+            ):
+                raise
             except (openai.APITimeoutError, openai.APIStatusError) as error:
-                if getattr(error, "status_code", 408) in (401, 403, 404):
-                    raise
                 return entry | {"reason": one_line(error, 200)}  # the client has asked again
             else:
                 with open(file, "a", encoding="utf-8") as opened:
