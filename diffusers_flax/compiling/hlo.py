@@ -238,7 +238,7 @@ def traffic(text, fractions=None, coords=None):
             host += times * array_sizes(line.type)[1]
         # An all-reduce and a slice, which is a reduce-scatter.
         is_scatter = line.operation == "fusion" and "AllReduceScatterFusion" in line.text
-        # Its end and the fusions that overlap with it repeat the collective.
+        # The end of an async collective, and fusions that overlap with it, repeat it.
         is_async = line.name.startswith("async-collective-start")
         for inside in [line, *(line.fused.values() if is_scatter or is_async else ())]:
             sent += times * sent_bytes(inside, coords, 1 if is_scatter else 2)

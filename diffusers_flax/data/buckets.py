@@ -40,7 +40,7 @@ def bucket_sizes(resolution: int, texts: tuple[str, ...] | None) -> tuple[tuple[
         texts: sizes as WIDTHxHEIGHT; (): the default sizes; None: only the square.
 
     Raises:
-        ValueError: a text is no size, or a side is no such multiple.
+        ValueError: a text is not WIDTHxHEIGHT, or a side is not a multiple of the step.
     """
     if texts is None:
         return ((resolution, resolution),)

@@ -63,7 +63,7 @@ class Evaluation:
         self.protocol = PROTOCOLS[config.protocol]
         sizes = None if self.protocol.is_benchmark else sizes
         networks = {"clip": config.clip_model, "dino": config.dino_model}  # "": none
-        metrics = []  # not those of a judge
+        metrics = []  # of METRICS; a judge's scores come later
         for name in dict.fromkeys((*config.metrics, *self.protocol.metrics)):
             if name in METRICS and networks.get(METRICS[name].network, True):
                 metrics.append(name)

@@ -87,7 +87,7 @@ class ResultScorer:
             known["l1_to_input"] = to_input  # at the size of the input
             known["ssim"] = ssim(result, edited) if "ssim" in self.metrics else np.nan
             known["lpips"] = self._lpips.distance(result, edited) if self._lpips else np.nan
-        encoded = {}  # the result by the networks
+        encoded = {}  # {network: feature of the result}
         for name in self.metrics:
             network, compared = METRICS[name].network, METRICS[name].compared
             if compared and all(getattr(pair, what) is not None for what in compared):

@@ -265,7 +265,10 @@ def load_inputs(request, size, program_size):
 
 
 def arrays_of(models, task, requests, loaded):
-    """The arrays of a call but the prompts, of requests of one Kind; loaded: their load_inputs."""
+    """The arguments of a pipeline's call without its prompts.
+
+    requests: of one Kind; loaded: load_inputs of each.
+    """
     pipeline, arrays = models.pipelines[task], {"prng_seed": keys_of(requests)}
     images, masks = map(list, zip(*loaded))
     if task == "ControlNet":
