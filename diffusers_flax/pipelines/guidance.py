@@ -5,7 +5,7 @@ difference, the part that is parallel to the conditional prediction raises contr
 eta weakens it. The rest is bounded in norm and, by a negative momentum, moved away from the
 differences of earlier steps.
 
-Source: Sadat et al. (arXiv 2410.02416), sections 5.1 to 5.3, algorithm 1.
+Source: Sadat et al. (arXiv 2410.02416).
 """
 
 from typing import NamedTuple
@@ -38,8 +38,6 @@ class ProjectedGuidance(NamedTuple):
 
         Returns:
             (changed difference, running sum), like difference.
-
-        Source: arXiv 2410.02416, equations 7 (parallel part), 8 (norm) and 9 (momentum).
         """
         difference = total = difference + self.momentum * earlier
         if self.norm:
