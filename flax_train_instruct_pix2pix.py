@@ -129,6 +129,8 @@ class Config:
     adam_epsilon: Positive = 1e-8  # added to the root of the second moment
     max_grad_norm: Positive = 1.0  # clip the gradient to this global norm
     snr_gamma: Positive | None = None  # min-SNR loss weighting, 5 in the paper; None: off
+    # flow: the UNet learns the velocity of a rectified flow; None: what it predicts already
+    prediction: Literal["flow"] | None = None
     # loss inside the mask relative to outside; 1: no masks are read
     mask_loss_weight: Positive = 1.0
     # probability of dropping the text; the same for the image, and for both; at most 1/3; 0: off
@@ -245,7 +247,7 @@ def diffusion_loss(
         condition: unscaled latents of the original image, (B, C, h, w); for CosXL scaled.
         text: as for conditioning_dropout.
         noise: standard normal, (B, C, h, w) float32.
-        timesteps: (B,) integers in [0, num_train_timesteps).
+        timesteps: (B,) of scheduler.draw_timesteps.
         snr_gamma: > 0, 5 in the paper; the loss in terms of x_0 is weighted by
             min(SNR, snr_gamma). None: equal weights for noise or v.
         mask: uint8 (B, H, W), 255 where the image may change; H, W are multiples of h, w. None:
@@ -261,7 +263,7 @@ def diffusion_loss(
     """
     x_t = scheduler.add_noise(scheduler_state, x_0, noise, timesteps)
     target = noise
-    if scheduler.config.prediction_type == "v_prediction":
+    if scheduler.config.get("prediction_type") != "epsilon":
         target = scheduler.get_velocity(scheduler_state, x_0, noise, timesteps)
     x_in = jnp.concatenate((x_t, condition), axis=1)  # (B, 2C, h, w)
     added = {}
@@ -355,10 +357,7 @@ def train_step(
         text, condition = conditioning_dropout(
             dropout_keys, text, frozen["null_text"], condition, dropout_rate
         )
-        num_timesteps = models.scheduler.config.num_train_timesteps
-        timesteps = jax.vmap(lambda key: jax.random.randint(key, (), 0, num_timesteps))(
-            timestep_keys
-        )
+        timesteps = models.scheduler.draw_timesteps(timestep_keys)
 
         def loss_fn(shards):
             params = combine(frozen.get("unet", {}), gather(shards, axes, models.unet.dtype))

@@ -144,6 +144,7 @@ class FlaxSchedulerMixin(ConfigMixin):
     needs_run = True  # whether step needs set_timesteps
     takes_timesteps = False  # True: set_timesteps takes timesteps, as in PyTorch diffusers
     takes_denoising_range = True  # whether a run may begin or end at a fraction of the denoising
+    is_flow = False  # whether the model predicts the velocity of a rectified flow
 
     config_name = CONFIG_NAME
     ignore_for_config = ("dtype",)
@@ -383,6 +384,10 @@ class FlaxSchedulerMixin(ConfigMixin):
             timesteps: (B,) integers in [0, num_train_timesteps).
         """
         return timesteps
+
+    def draw_timesteps(self, keys):
+        """Timesteps of training, one per key, integers (B,), uniform; of a flow see flow.py."""
+        return jax.vmap(lambda key: jax.random.randint(key, (), 0, len(self)))(keys)
 
     def scale_model_input(self, state, sample, timestep=None):
         """The model's input at a timestep: the sample, scaled by Euler and LMS."""

@@ -13,6 +13,7 @@ from diffusers_flax.schedulers.euler import (
     FlaxEulerAncestralDiscreteScheduler,
     FlaxEulerDiscreteScheduler,
 )
+from diffusers_flax.schedulers.flow import FlaxFlowMatchEulerDiscreteScheduler
 from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, FlaxTCDScheduler
 from diffusers_flax.schedulers.lms import FlaxLMSDiscreteScheduler
 from diffusers_flax.schedulers.pndm import FlaxPNDMScheduler
@@ -49,6 +50,9 @@ EDM_SCHEDULERS = {
     "dpmsolver++": FlaxEDMDPMSolverMultistepScheduler,
 }
 EDM_CLASSES = tuple(cls.__name__.removeprefix("Flax") for cls in EDM_SCHEDULERS.values())
+# The schedulers of models that were trained with a rectified flow.
+FLOW_SCHEDULERS = {"euler": FlaxFlowMatchEulerDiscreteScheduler}
+FLOW_CLASSES = tuple(cls.__name__.removeprefix("Flax") for cls in FLOW_SCHEDULERS.values())
 
 # Options that change training.
 TRAINING_OPTIONS = (
@@ -90,15 +94,17 @@ def scheduler_from_config(config, source, name=None, **changes):
 
     Raises:
         ValueError: the config names an unsupported class, unless name replaces one of REPLACEABLE;
-            or EDM's, and name is not in EDM_SCHEDULERS; or as in from_config.
+            or one of EDM or of a flow, and name is not in EDM_SCHEDULERS or FLOW_SCHEDULERS; or as
+            in from_config.
     """
-    named = class_name(config)
-    schedulers = EDM_SCHEDULERS if named in EDM_CLASSES else SCHEDULERS
-    if named in EDM_CLASSES and name not in (None, *EDM_SCHEDULERS):
-        raise ValueError(
-            f"scheduler={name} has other noise levels than EDM, with which {source} was trained; "
-            f"take {' or '.join(EDM_SCHEDULERS)}"
-        )
+    named, schedulers = class_name(config), SCHEDULERS
+    if named in EDM_CLASSES + FLOW_CLASSES:
+        schedulers = EDM_SCHEDULERS if named in EDM_CLASSES else FLOW_SCHEDULERS
+        if name not in (None, *schedulers):
+            raise ValueError(
+                f"scheduler={name} has other noise levels than {named}, with which {source} was "
+                f"trained; take {' or '.join(schedulers)}"
+            )
     by_class_name = {cls.__name__.removeprefix("Flax"): cls for cls in schedulers.values()}
     if named not in by_class_name and not (name and named in REPLACEABLE):
         remedy = "; choose one with scheduler=" if named in REPLACEABLE else ""
@@ -120,7 +126,7 @@ def class_name(config):
 def training_scheduler(config, source):
     """(FlaxDDPMScheduler, state) with a config's noise schedule, for training.
 
-    An EDM config makes a FlaxEDMTrainingScheduler.
+    An EDM config makes a FlaxEDMTrainingScheduler, a flow's one of FLOW_SCHEDULERS.
 
     Args:
         config, source: as for scheduler_from_config; the options for sampling may have any value.
@@ -131,6 +137,8 @@ def training_scheduler(config, source):
     if class_name(config) in EDM_CLASSES:
         scheduler = FlaxEDMTrainingScheduler.from_file_content(config, source)
         return scheduler, scheduler.create_state()
+    if class_name(config) in FLOW_CLASSES:
+        return scheduler_from_config(config, source)
     options = {name: config[name] for name in TRAINING_OPTIONS if name in config}
     return scheduler_from_config(options, source, "ddpm")
 

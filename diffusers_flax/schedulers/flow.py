@@ -58,8 +58,10 @@ class FlaxFlowMatchEulerDiscreteScheduler(SigmaScheduler):
         "stochastic_sampling": (False,),
     }
     state_class = EulerDiscreteSchedulerState
+    output_class = FlaxFlowMatchEulerDiscreteSchedulerOutput
     takes_denoising_range = False
-    prediction_type = "flow"
+    is_flow = True
+    vp_prediction_type = "flow"
     _compatibles = ()
 
     def _training_times(self):
@@ -96,9 +98,6 @@ class FlaxFlowMatchEulerDiscreteScheduler(SigmaScheduler):
             "step_index": 0,
         }
 
-    def _check_visited(self, num_inference_steps, timesteps):
-        """No run leaves training's times."""
-
     def draw_timesteps(self, keys):
         """Timesteps of training, float32 (B,) in (0, num_train_timesteps), one key per sample.
 
@@ -122,17 +121,7 @@ class FlaxFlowMatchEulerDiscreteScheduler(SigmaScheduler):
         """The target of the model, noise - x_0; see FlaxSchedulerMixin.get_velocity."""
         return mix(-1.0, sample, 1.0, noise).astype(sample.dtype)
 
-    def step(
-        self, state, model_output, timestep, sample, return_dict=True, *, key=None, noise=None
-    ):
-        """Step from a timestep to the next one of the run; arguments as in FlaxDDPMScheduler.step.
-
-        It draws no noise.
-        """
-        self._check_run(state, sample)
+    def _advance(self, state, timestep, x_t, model_output, draw):
         i = self._position(state, timestep)
-        x_prev = mix(1.0, sample, state.sigmas[i + 1] - state.sigmas[i], model_output)
-        state = state.replace(step_index=i + 1)
-        return self._result(
-            FlaxFlowMatchEulerDiscreteSchedulerOutput, x_prev, sample, state, return_dict
-        )
+        x_next = x_t + (state.sigmas[i + 1] - state.sigmas[i]) * model_output
+        return x_next, {"step_index": i + 1}

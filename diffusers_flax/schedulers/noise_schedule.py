@@ -90,17 +90,21 @@ def predict_x0_and_eps(prediction_type, alpha_t, sigma_t, x_t, model_output):
     """The clean sample and the noise in x_t = alpha_t x0 + sigma_t eps, from a model's output.
 
     Args:
-        prediction_type: model_output's kind, epsilon, v_prediction or sample.
-        alpha_t: sqrt(alpha_bar_t), scalar in [0, 1]; above 0 where model_output is epsilon.
-        sigma_t: sqrt(1 - alpha_bar_t), scalar in (0, 1].
+        prediction_type: model_output's kind, epsilon, v_prediction, sample or flow.
+        alpha_t: sqrt(alpha_bar_t), scalar in [0, 1]; above 0 where model_output is epsilon. Of a
+            flow 1 - t.
+        sigma_t: sqrt(1 - alpha_bar_t), scalar in (0, 1]. Of a flow t.
         x_t: noisy sample, any shape.
         model_output: same shape.
 
     Returns:
         (x0, eps), same shape.
 
-    Source: DDPM (arXiv 2006.11239) equation 15; for v, arXiv 2202.00512 appendix D.
+    Source: DDPM (arXiv 2006.11239) equation 15; for v, arXiv 2202.00512 appendix D; for flow,
+    eps - x_0, arXiv 2403.03206, equation 13.
     """
+    if prediction_type == "flow":
+        return x_t - sigma_t * model_output, x_t + alpha_t * model_output
     if prediction_type == "epsilon":
         return (x_t - sigma_t * model_output) / alpha_t, model_output
     if prediction_type == "v_prediction":
@@ -128,7 +132,7 @@ def edm_levels(config):
 def noise_scales(scheduler, state):
     """Each step's alpha and sigma in model inputs alpha x_0 + sigma eps, alpha^2 + sigma^2 = 1.
 
-    For EDM x_0 is in units of sigma_data.
+    For EDM x_0 is in units of sigma_data; for a flow they are 1 - t and t.
 
     Args:
         scheduler: the state's scheduler.
@@ -138,6 +142,9 @@ def noise_scales(scheduler, state):
         (alpha, sigma), NumPy float32 (steps,).
     """
     timesteps = np.asarray(state.timesteps)
+    if scheduler.is_flow:
+        times = np.asarray(state.sigmas)[:-1]
+        return 1 - times, times
     if hasattr(state, "sigmas"):  # sigma / alpha
         ratio = np.asarray(state.sigmas, np.float64)[: len(timesteps)]
         ratio /= scheduler._option("sigma_data") or 1.0

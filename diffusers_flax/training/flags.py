@@ -45,7 +45,7 @@ class TrainerFlags:
 
     pretrained_vae_model_name_or_path = mask_column = cache_latents = profile_steps = ""
     config_name_or_path = revision = variant = num_train_epochs = storage = hub_model_id = None
-    coordinator_address = num_processes = process_id = ema_snapshot_steps = None
+    prediction = coordinator_address = num_processes = process_id = ema_snapshot_steps = None
     validation_guidance_scale = validation_image_guidance_scale = aspect_ratio_buckets = None
     merge_lora = gather_by_block = push_to_hub = use_ema_weights = ema_warmup = False
     ema, ema_fraction, ema_start_step, ema_decay, ema_every = "none", 1.0, None, None, 1
@@ -152,6 +152,11 @@ def check_combinations(config: Any) -> None:
         )
     if config.ema == "power" and config.lora_rank is not None:
         raise ValueError("--ema power does not go with --lora_rank; use --ema full, late or none")
+    if config.prediction == "flow" and config.lora_rank is not None:
+        raise ValueError(
+            "--prediction flow changes what the UNet predicts, for which updates of --lora_rank "
+            "are too small; train the whole UNet, and with LoRA from its result"
+        )
     needs = {  # flags: what they go with, and whether it is given
         ("lora_alpha", "lora_target_modules", "storage", "merge_lora"): (
             "--lora_rank, for example --lora_rank 16",

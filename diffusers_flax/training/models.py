@@ -30,11 +30,13 @@ from diffusers_flax.pipelines.instruct_pix2pix_xl import (
 from diffusers_flax.pipelines.stable_diffusion_xl import SD_SCALING_FACTOR, SDXL_SCALING_FACTOR
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.factory import (
+    FLOW_CLASSES,
     REPLACEABLE,
     class_name,
     scheduler_from_config,
     training_scheduler,
 )
+from diffusers_flax.schedulers.flow import shift_of_size
 from diffusers_flax.training.flags import flag
 from diffusers_flax.training.lora import add_lora
 from diffusers_flax.training.sharding import cast_kernels, replicate_frozen
@@ -168,7 +170,7 @@ def load_models(config, dtype: Any):
         load_tokenizer(source, encoder, revision, f"tokenizer{suffix}")
         for encoder, (suffix, _) in zip(encoders, TEXT_ENCODERS)
     ]
-    schedule = FlaxDDPMScheduler.load_config(source, subfolder="scheduler", revision=revision)
+    schedule = read_schedule(config)
     scheduler, scheduler_state = training_scheduler(schedule, source)
     sampler = open_sampler(schedule, source)
     if is_xl:
@@ -222,7 +224,7 @@ def open_modules(config, dtype):
         open_module(cls, source, subfolder=f"text_encoder{suffix}", revision=revision)
         for suffix, cls in TEXT_ENCODERS[: 1 + is_xl]
     )
-    schedule = FlaxDDPMScheduler.load_config(source, subfolder="scheduler", revision=revision)
+    schedule = read_schedule(config)
     scheduler, _ = training_scheduler(schedule, source)
     open_sampler(schedule, source)  # raises an error if unsupported
     features = [sum(encoder.module.hidden_size for encoder in encoders), None]
@@ -233,11 +235,13 @@ def open_modules(config, dtype):
             f"the UNet in {unet_source} does not fit the text encoders of {source}; take both from "
             "the same model"
         )
-    if scheduler.config.prediction_type == "sample":
+    if scheduler.config.get("prediction_type") == "sample":
         raise ValueError(
             f"the scheduler of {source} has prediction_type sample; use a model with epsilon or "
             "v_prediction"
         )
+    if scheduler.is_flow and config.snr_gamma is not None:
+        raise ValueError("--snr_gamma weights other timesteps than a flow draws; leave it out")
     if unet.in_channels != 2 * vae.latent_channels:
         raise ValueError(
             f"the UNet in {unet_source} has {unet.in_channels} input channels, InstructPix2Pix "
@@ -248,6 +252,15 @@ def open_modules(config, dtype):
     factor = 2 ** (len(vae.block_out_channels) + len(unet.block_out_channels) - 2)
     check_resolution(config, factor)
     return Models(unet, vae, encoders if is_xl else encoders[0], scheduler)
+
+
+def read_schedule(config):
+    """The content of scheduler_config.json: the model's, or with --prediction flow a flow's."""
+    if config.prediction == "flow":
+        shift = shift_of_size(config.resolution, config.resolution)
+        return {"_class_name": FLOW_CLASSES[0], "shift": shift}
+    source, revision = config.pretrained_model_name_or_path, config.revision
+    return FlaxDDPMScheduler.load_config(source, subfolder="scheduler", revision=revision)
 
 
 def open_sampler(config, source):
