@@ -336,6 +336,7 @@ def spectrum(model, table, prediction_type, scales):
             "epsilon": eps,
             "v_prediction": alphas[i] * eps - sigmas[i] * x_0,
             "sample": x_0,
+            "flow": eps - x_0,
         }
         return outputs[prediction_type], cache
 

@@ -13,7 +13,10 @@ from diffusers_flax.schedulers.euler import (
     FlaxEulerAncestralDiscreteScheduler,
     FlaxEulerDiscreteScheduler,
 )
-from diffusers_flax.schedulers.flow import FlaxFlowMatchEulerDiscreteScheduler
+from diffusers_flax.schedulers.flow import (
+    FlaxFlowMatchEulerDiscreteScheduler,
+    FlaxFlowMatchLCMScheduler,
+)
 from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, FlaxTCDScheduler
 from diffusers_flax.schedulers.lms import FlaxLMSDiscreteScheduler
 from diffusers_flax.schedulers.pndm import FlaxPNDMScheduler
@@ -51,7 +54,10 @@ EDM_SCHEDULERS = {
 }
 EDM_CLASSES = tuple(cls.__name__.removeprefix("Flax") for cls in EDM_SCHEDULERS.values())
 # The schedulers of models that were trained with a rectified flow.
-FLOW_SCHEDULERS = {"euler": FlaxFlowMatchEulerDiscreteScheduler}
+FLOW_SCHEDULERS = {
+    "euler": FlaxFlowMatchEulerDiscreteScheduler,
+    "lcm": FlaxFlowMatchLCMScheduler,
+}
 FLOW_CLASSES = tuple(cls.__name__.removeprefix("Flax") for cls in FLOW_SCHEDULERS.values())
 
 # Options that change training.

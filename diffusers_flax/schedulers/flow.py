@@ -108,14 +108,10 @@ class FlaxFlowMatchEulerDiscreteScheduler(SigmaScheduler):
         t = jax.nn.sigmoid(jax.vmap(jax.random.normal)(keys))
         return len(self) * shift_times(t, self.config.shift)
 
-    def add_noise(self, state, original_samples, noise, timesteps):
-        """(1 - t) x_0 + t noise; see FlaxSchedulerMixin.add_noise.
-
-        timesteps: 1000 t, (B,) or scalar.
-        """
+    def _scales(self, state, sample, timesteps):
         t = jnp.asarray(timesteps, jnp.float32) / len(self)
-        t = t.reshape(t.shape + (1,) * (original_samples.ndim - t.ndim))
-        return mix(1 - t, original_samples, t, noise).astype(original_samples.dtype)
+        t = t.reshape(t.shape + (1,) * (sample.ndim - t.ndim))
+        return 1 - t, t
 
     def get_velocity(self, state, sample, noise, timesteps):
         """The target of the model, noise - x_0; see FlaxSchedulerMixin.get_velocity."""
@@ -125,3 +121,22 @@ class FlaxFlowMatchEulerDiscreteScheduler(SigmaScheduler):
         i = self._position(state, timestep)
         x_next = x_t + (state.sigmas[i + 1] - state.sigmas[i]) * model_output
         return x_next, {"step_index": i + 1}
+
+
+@struct.dataclass
+class FlaxFlowMatchLCMSchedulerOutput(FlaxSchedulerOutput):
+    """The output of FlaxFlowMatchLCMScheduler.step."""
+
+
+class FlaxFlowMatchLCMScheduler(FlaxFlowMatchEulerDiscreteScheduler):
+    """Multistep consistency sampling of a distilled flow: predict the clean sample, add new noise.
+
+    Source: Latent Consistency Models (arXiv 2310.04378), algorithm 3.
+    """
+
+    output_class = FlaxFlowMatchLCMSchedulerOutput
+
+    def _advance(self, state, timestep, x_t, model_output, draw):
+        i = self._position(state, timestep)
+        x_0, next_t = x_t - state.sigmas[i] * model_output, state.sigmas[i + 1]
+        return (1 - next_t) * x_0 + next_t * draw(), {"step_index": i + 1}

@@ -1,0 +1,99 @@
+"""Training a rectified flow: against PyTorch's UNet, and by the command line."""
+
+import json
+from functools import partial
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from helpers import PROMPTS, psnr, random_inputs, random_normal
+from tiny_models import make_tiny_pipeline
+from trainer_runs import SIZE, config_of, run_badly, run_trainer
+
+import flax_train_instruct_pix2pix as trainer
+from diffusers_flax import FlaxDiffusionPipeline
+from diffusers_flax.training.models import load_models
+
+pytestmark = pytest.mark.usefixtures("lenient_optimizer")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    make_tiny_pipeline(folder, **SIZE)
+    return folder
+
+
+class TorchFlow(diffusers.FlowMatchEulerDiscreteScheduler):
+    """With what PyTorch's editing pipeline asks a scheduler for."""
+
+    init_noise_sigma = 1.0
+
+    def scale_model_input(self, sample, timestep):
+        return sample
+
+
+def test_the_loss_is_the_error_of_the_velocity(model):
+    B = 3
+    x_0, noise, condition = (random_normal(B, 4, 5, 7, seed=seed) for seed in range(3))
+    text = random_normal(B, 7, 24, seed=3)
+    t = np.float32([0.02, 0.5, 0.97]).reshape(B, 1, 1, 1)
+    unet = diffusers.UNet2DConditionModel.from_pretrained(model / "unet")
+    x_in = np.concatenate([(1 - t) * x_0 + t * noise, condition], axis=1)
+    with torch.no_grad():
+        arguments = map(torch.tensor, (x_in, 1000 * t.ravel(), text))
+        velocity = unet(*arguments).sample.numpy()
+    expected = np.square(velocity - (noise - x_0)).mean()
+
+    config = config_of(model, "unused", "unused", prediction="flow")
+    models, pipeline, frozen, params = load_models(config, jnp.float32)
+    loss = partial(trainer.diffusion_loss, unet=models.unet, scheduler=models.scheduler)
+    found = jax.jit(loss)(
+        params,
+        scheduler_state=frozen["scheduler"],
+        x_0=x_0,
+        condition=condition,
+        text={"states": text},
+        noise=noise,
+        timesteps=1000 * t.ravel(),
+    )
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_trained_flow_edits_as_in_pytorch(model, data, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    run_trainer(config_of(model, data, out, prediction="flow", ema="none"), monkeypatch)
+    index = json.loads((out / "model_index.json").read_text())
+    assert index["scheduler"][1] == "FlowMatchEulerDiscreteScheduler"
+
+    images, latents = random_inputs(2, 32, 48, 2)
+    scales = dict(guidance_scale=3.0, image_guidance_scale=1.5)
+    cls = diffusers.StableDiffusionInstructPix2PixPipeline
+    theirs = cls.from_pretrained(out, safety_checker=None)
+    theirs.scheduler = TorchFlow.from_config(theirs.scheduler.config)
+    theirs.set_progress_bar_config(disable=True)
+    expected = theirs(
+        PROMPTS[:2],
+        image=torch.tensor(images).permute(0, 3, 1, 2),
+        num_inference_steps=5,
+        latents=torch.tensor(latents),
+        output_type="np",
+        **scales,
+    ).images
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(out)
+    inputs = pipeline.prepare_inputs(PROMPTS[:2], images)
+    found = pipeline(*inputs, params, jax.random.key(0), 5, latents=latents, **scales).images
+    assert psnr(found, expected) > 60
+    # Accelerations use the clean image that the velocity implies.
+    faster, params = FlaxDiffusionPipeline.from_pretrained(out, accelerate="spectrum")
+    assert np.isfinite(faster(*inputs, params, jax.random.key(0), 20, **scales).images).all()
+
+
+@pytest.mark.parametrize("flags", [dict(snr_gamma=5.0), dict(lora_rank=4)])
+def test_what_does_not_go_with_a_flow_is_refused(flags, model, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = config_of(model, data, tmp_path / "out", prediction="flow", **flags)
+    assert next(iter(flags)) in run_badly(config, monkeypatch, capsys)
