@@ -124,7 +124,8 @@ class ActiveUNet:
     def finish(self, i, features):
         """The guided prediction of features, float32."""
         predictions = self.apply(features, method="predict").astype(jnp.float32)
-        return self.prediction.guide(self.axes.gather(predictions), self.branches, i)
+        guided, _ = self.prediction.guide(self.axes.gather(predictions), self.branches, i, ())
+        return guided
 
 
 def group_steps(steps):

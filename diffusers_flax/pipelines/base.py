@@ -58,6 +58,7 @@ from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL, with_tile
 from diffusers_flax.outputs import FlaxImagePipelineOutput as FlaxImagePipelineOutput
 from diffusers_flax.parameters import warn_of_float16
+from diffusers_flax.pipelines.guidance import read_guidance
 from diffusers_flax.pipelines.running import (
     INPUTS,
     RESULT_ARGUMENTS,
@@ -664,6 +665,9 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             raise TypeError(f"{type(self).__name__} has no argument {', '.join(given)}")
         steps = (options[name] for name in ("num_inference_steps", "timesteps", "eta"))
         options |= timestep_options(*steps, self.ays_timesteps)
+        options["guidance"] = read_guidance(options.get("guidance"))
+        if options["guidance"] and self.accelerate:
+            raise ValueError("guidance= and accelerate= do not go together; leave one out")
         images = inputs["image"], inputs["masked_image"]
         shape = next((x.shape for x in images if x is not None), None)
         sides = self.image_size(options.get("height"), options.get("width"), shape)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+EXAMPLE = "apg:eta=0,norm=15,momentum=-0.5"
+
 AXES = (1, 2, 3)  # of an image: channels, height, width
 
 
@@ -46,3 +48,51 @@ class ProjectedGuidance(NamedTuple):
         squared = jnp.square(prediction).sum(AXES, keepdims=True)
         share = (difference * prediction).sum(AXES, keepdims=True) / jnp.maximum(squared, 1e-24)
         return difference - (1 - self.eta) * share * prediction, total
+
+
+def read_guidance(text):
+    """The ProjectedGuidance of a text such as EXAMPLE, "apg" alone for the defaults; None for "".
+
+    Raises:
+        ValueError: another name, another option, or a value out of range.
+    """
+    if not text or isinstance(text, ProjectedGuidance):
+        return text or None
+    name, _, options = text.partition(":")
+    try:
+        pairs = (option.split("=") for option in options.split(",") if option)
+        guidance = ProjectedGuidance(**{key.strip(): float(value) for key, value in pairs})
+        fits = guidance.eta >= 0 and guidance.norm >= 0 and -1 < guidance.momentum < 1
+    except (TypeError, ValueError):
+        fits = False
+    if name != "apg" or not fits:
+        raise ValueError(f"guidance={text!r} must be apg, or with options {EXAMPLE}")
+    return guidance
+
+
+def guide_projected(guidance, predictions, scales, memory):
+    """Predictions of several branches guided by ProjectedGuidance.
+
+    Args:
+        guidance: ProjectedGuidance.
+        predictions: {branch: (B, C, h, w) float32}, from the one with all conditions to the one
+            with none.
+        scales: {branch: weight of its difference from the next branch}.
+        memory: {branch: running sum of its differences}, zeros before the first step.
+
+    Returns:
+        (guided prediction, memory).
+    """
+    names, sums = list(predictions), {}
+    guided = predictions[names[-1]]
+    for name, other in zip(names[-2::-1], names[:0:-1]):
+        prediction = predictions[name]
+        difference = prediction - predictions[other]
+        change, sums[name] = guidance.change(difference, prediction, memory[name])
+        guided = guided + scales[name] * change
+    return guided, sums
+
+
+def memory_of(branches, shape):
+    """The memory of guide_projected before the first step; shape: of a prediction."""
+    return {branch: jnp.zeros(shape, jnp.float32) for branch in branches[:-1]}

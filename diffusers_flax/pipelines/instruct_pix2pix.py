@@ -29,6 +29,7 @@ import numpy as np
 
 from diffusers_flax.images import pair_up, pair_with_masks, prepare_images
 from diffusers_flax.pipelines.base import MODULES, FlaxDiffusionPipeline
+from diffusers_flax.pipelines.guidance import guide_projected, memory_of
 from diffusers_flax.pipelines.running import (
     CallOptions,
     GuidedPrediction,
@@ -260,23 +261,27 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
             model_input = jnp.concatenate([x_t] * len(active))
             return jnp.concatenate([model_input, rows[0]], axis=1), t, *rows[1:], None
 
-        def guide_edit(eps_pred, active, i):
+        def guide_edit(eps_pred, active, i, memory):
             weights = (guidance_scale, image_guidance_scale)
             if active != branches:  # guidance by the image has ended, or all guidance
                 weights = (guidance_scale if len(active) > 1 else 1.0, 1.0)
             weights = (jnp.asarray(s, jnp.float32) for s in weights)
-            weights = (s.reshape(-1, 1, 1, 1) if s.ndim else s for s in weights)  # of each image
-            weights = guidance_weights(*weights)
-            weights = dict(zip(EDIT_BRANCHES, weights))
+            weights = [s.reshape(-1, 1, 1, 1) if s.ndim else s for s in weights]  # of each image
             eps_pred = dict(zip(active, jnp.split(eps_pred, len(active))))
-            guided = sum(weights[branch] * eps for branch, eps in eps_pred.items())
-            if "text" not in active:
-                return guided
-            return rescale_guidance(guided, eps_pred["text"], guidance_rescale)
+            if options.guidance is None:
+                of_branch = dict(zip(EDIT_BRANCHES, guidance_weights(*weights)))
+                guided = sum(of_branch[branch] * eps for branch, eps in eps_pred.items())
+            else:
+                scales = dict(zip(EDIT_BRANCHES, weights))
+                guided, memory = guide_projected(options.guidance, eps_pred, scales, memory)
+            if "text" in active:
+                guided = rescale_guidance(guided, eps_pred["text"], guidance_rescale)
+            return guided, memory
 
         finish = partial(keep_pixels_outside, encoded)
         states_of = partial(rows_of_branches, text[0], branches)
-        prediction = GuidedPrediction(branches, unet_inputs, states_of, guide_edit)
+        memory = () if options.guidance is None else memory_of(branches, latents.shape)
+        prediction = GuidedPrediction(branches, unet_inputs, states_of, guide_edit, memory=memory)
         height = latents.shape[2]
         denoise = choose_denoising(self, params, schedule, keys, prediction, height, finish)
         return denoise(noise * schedule.state.init_noise_sigma, after_step=after_step)

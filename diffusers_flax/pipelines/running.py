@@ -42,6 +42,7 @@ class Options:
         num_inference_steps, timesteps, eta: of timestep_options.
         height, width: of the result, pixels; None: of the input image, or the model's.
         branches: of guidance, to compute; None: the ones that the scales need.
+        guidance: ProjectedGuidance; None: classifier-free guidance as it is.
         return_latents: True skips the last stage.
         first_step: number of first steps to skip, see ImageToImage.
         denoising_start, denoising_end: fractions of the denoising, see make_schedule.
@@ -55,6 +56,7 @@ class Options:
     height: int | None = None
     width: int | None = None
     branches: tuple | None = None
+    guidance: Any = None
     return_latents: bool = False
     first_step: int = 0
     denoising_start: float | None = None
@@ -71,6 +73,8 @@ class CallOptions(TypedDict, total=False):
         output_type: "np" (default), "pil" or "latent"; not of _generate.
         guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast that
             guidance adds; 0 (default): off.
+        guidance: "apg" or "apg:eta=0,norm=15,momentum=-0.5", projected guidance, see guidance.py;
+            None (default): off.
         timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's choice,
             decreasing integers, for models distilled to them: (999, 749, 499, 249). Or "ays": the
             ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
@@ -82,6 +86,7 @@ class CallOptions(TypedDict, total=False):
 
     output_type: str | None
     guidance_rescale: Any
+    guidance: str | None
     timesteps: Any
     eta: float | None
     denoising_end: float | None
@@ -198,9 +203,10 @@ class GuidedPrediction(NamedTuple):
             ControlNet's residuals if there is one (two arguments), timestep_cond, a tuple; i is the
             number of the step. Arrays hold all rows of one branch, then all rows of the next.
         text: branches -> their text states, (branches * B, S, D).
-        guide: (predictions, float32 (branches * B, C, h, w), branches, i) -> guided prediction,
-            (B, C, h, w).
+        guide: (predictions, float32 (branches * B, C, h, w), branches, i, memory) -> (guided
+            prediction, (B, C, h, w), memory for the next step).
         hooks: functions for flax.linen.intercept_methods that change the UNet.
+        memory: of guide in the first step.
     """
 
     branches: tuple
@@ -208,6 +214,7 @@ class GuidedPrediction(NamedTuple):
     text: Callable
     guide: Callable
     hooks: tuple = ()
+    memory: Any = ()
 
 
 def choose_denoising(
@@ -236,15 +243,16 @@ def choose_denoising(
     variables = {"params": params["unet"]}
     variables[TEXT] = project_text(params["unet"], text, pipeline.unet.dtype)
 
-    def predict(i, x_t, t):
+    def predict(i, x_t, t, memory):
         *arguments, timestep_cond = prediction.inputs(branches, i, x_t, t)
         with ExitStack() as stack:
             for hook in prediction.hooks:
                 stack.enter_context(nn.intercept_methods(hook))
             output = apply(variables, *arguments, timestep_cond=timestep_cond)
-        return prediction.guide(output.sample.astype(jnp.float32), branches, i)
+        return prediction.guide(output.sample.astype(jnp.float32), branches, i, memory)
 
-    return partial(denoise, schedule, keys=keys, predict=predict, watch=watch)
+    memory = prediction.memory
+    return partial(denoise, schedule, keys=keys, predict=predict, watch=watch, memory=memory)
 
 
 def watch_for_previews(pipeline, params, schedule, keys, finish):

@@ -6,9 +6,9 @@ They run inside a compiled program and do not depend on the pipelines:
     schedule = make_schedule(scheduler, (B, 4, h, w), num_inference_steps=20)
     x_t = starting_noise(None, keys, (B, 4, h, w)) * schedule.state.init_noise_sigma
 
-    def predict(i, x_in, t):
+    def predict(i, x_in, t, memory):
         eps_pred = unet.apply({"params": params}, jnp.tile(x_in, (2, 1, 1, 1)), t, text).sample
-        return guide(eps_pred, ("text", "null"), guidance_scale=7.5, guidance_rescale=0.0)
+        return guide(eps_pred, ("text", "null"), guidance_scale=7.5, guidance_rescale=0.0), memory
 
     images = decode(vae, vae_params, denoise(schedule, x_t, keys, predict))
 
@@ -290,34 +290,36 @@ def check_eta(scheduler, eta):
         )
 
 
-def denoise(schedule, x_t, keys, predict, watch=None, after_step=None):
+def denoise(schedule, x_t, keys, predict, watch=None, after_step=None, memory=()):
     """The denoising loop.
 
     Args:
         schedule: Schedule.
         x_t: noisy sample (B, C, h, w), float32.
         keys: one per image, for schedulers that draw noise in each step.
-        predict: (i, model_input, t) -> guided prediction, float32; i is the number of the step.
+        predict: (i, model_input, t, memory) -> (guided prediction, float32; memory for the next
+            step); i is the number of the step.
         watch: (i, model_input, guided) -> None, called in each step, for previews.
         after_step: (i, x_t, state) -> x_t, changes the result of step i, whose state is the next
             step's; see keep_outside.
+        memory: of predict in the first step, a tree of arrays.
 
     Returns:
         x_0, like x_t; x_t of the next step if the schedule ends early.
     """
 
     def body(i, carry):
-        x_t, state = carry
+        x_t, state, memory = carry
         t = state.timesteps[i]
         model_input = schedule.scheduler.scale_model_input(state, x_t, t)
-        guided = predict(i, model_input, t)
+        guided, memory = predict(i, model_input, t, memory)
         if watch is not None:
             watch(i, model_input, guided)
         x_t, state = schedule.step(state, i, t, x_t, guided, keys)
-        return (x_t if after_step is None else after_step(i, x_t, state)), state
+        x_t = x_t if after_step is None else after_step(i, x_t, state)
+        return x_t, state, memory
 
-    x_0, _ = jax.lax.fori_loop(0, schedule.num_steps, body, (x_t, schedule.state))
-    return x_0
+    return jax.lax.fori_loop(0, schedule.num_steps, body, (x_t, schedule.state, memory))[0]
 
 
 def keep_outside(schedule, mask, latents, noise):

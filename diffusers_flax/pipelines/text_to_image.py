@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from diffusers_flax.models.unet import guidance_embedding
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.guidance import guide_projected, memory_of
 from diffusers_flax.pipelines.running import (
     CallOptions,
     GuidedPrediction,
@@ -19,6 +20,7 @@ from diffusers_flax.pipelines.running import (
 from diffusers_flax.pipelines.sampling import (
     guide,
     keys_per_image,
+    rescale_guidance,
     rows_of_branches,
     starting_noise,
     text_branches,
@@ -140,8 +142,19 @@ class TextToImage(FlaxDiffusionPipeline):
             more = () if residuals is None else residuals(i, *arguments)
             return *arguments, *more, timestep_cond
 
-        def guide_step(predictions, active, i):
-            return guide(predictions, active, inputs["guidance_scale"], inputs["guidance_rescale"])
+        scales, projected = (inputs["guidance_scale"], inputs["guidance_rescale"]), options.guidance
+
+        def guide_step(predictions, active, i, memory):
+            if projected is None or len(active) == 1:
+                return guide(predictions, active, *scales), memory
+            predictions = dict(zip(active, jnp.split(predictions, 2)))
+            scale = jnp.asarray(scales[0], jnp.float32).reshape(-1, 1, 1, 1)
+            guided, memory = guide_projected(projected, predictions, {"text": scale}, memory)
+            return rescale_guidance(guided, predictions["text"], scales[1]), memory
 
         states_of = partial(rows_of_branches, text[0], branches)
-        return GuidedPrediction(branches, unet_inputs, states_of, guide_step)
+        prediction = GuidedPrediction(branches, unet_inputs, states_of, guide_step)
+        if projected is None:
+            return prediction
+        shape = self.latent_shape(batch_size, options.height, options.width)
+        return prediction._replace(memory=memory_of(branches, shape))
