@@ -49,8 +49,9 @@ from diffusers_flax.pipelines.base import pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import EDIT_BRANCHES, edit_branches, guidance_weights
 from diffusers_flax.pipelines.sampling import TEXT_OF_BRANCH
 from diffusers_flax.schedulers.factory import EDM_CLASSES, class_name
+from diffusers_flax.schedulers.flow import FlaxFlowMatchLCMScheduler
 from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, boundary_scalings
-from diffusers_flax.schedulers.noise_schedule import get_sqrt_alpha_prod, predict_x0_and_eps
+from diffusers_flax.schedulers.noise_schedule import predict_x0_and_eps
 from diffusers_flax.training.batches import Batches, compile_steps, open_dataset
 from diffusers_flax.training.checkpoints import Checkpoints, StopSignal, run_identity
 from diffusers_flax.training.ema import NO_AVERAGE
@@ -80,6 +81,7 @@ from diffusers_flax.training.sharding import (
 
 Count, Number = Annotated[int, AtLeast(1)], Annotated[int, AtLeast(0)]
 Positive, Scale = Annotated[float, Above(0)], Annotated[float, AtLeast(0)]
+NUM_FLOW_STEPS = 50  # of the teacher, if it is a flow
 HUBER_C = 0.001  # below it the loss is quadratic, above linear
 
 
@@ -151,7 +153,7 @@ class Config(TrainerFlags):
 class Teacher(NamedTuple):
     """The guided model that is distilled; the scales are numbers >= 0."""
 
-    models: Models  # with FlaxLCMScheduler
+    models: Models  # with FlaxLCMScheduler, or FlaxFlowMatchLCMScheduler of a flow
     guidance_scale: float
     image_guidance_scale: float
 
@@ -188,19 +190,19 @@ def guided_prediction(params, unet, x_t, timesteps, condition, text, null_text, 
 
 
 def ddim_step(scheduler, scheduler_state, output, x_t, timesteps, earlier):
-    """One deterministic step: the latents at earlier timesteps, float32.
+    """One deterministic step: the latents at earlier timesteps, float32. Of a flow Euler's step.
 
     Args:
-        scheduler, scheduler_state: FlaxLCMScheduler and its state.
+        scheduler, scheduler_state: of Teacher, and its state.
         output: of the UNet, float32 (B, C, h, w).
         x_t: latents at timesteps, float32 (B, C, h, w).
-        timesteps, earlier: integers (B,).
+        timesteps, earlier: integers (B,), of a flow float32.
 
     Source: DDIM (arXiv 2010.02502), equation 12 with sigma 0.
     """
-    alpha, sigma = get_sqrt_alpha_prod(scheduler_state.common, x_t, None, timesteps)
-    x_0, eps = predict_x0_and_eps(scheduler.config.prediction_type, alpha, sigma, x_t, output)
-    alpha, sigma = get_sqrt_alpha_prod(scheduler_state.common, x_t, None, earlier)
+    alpha, sigma = scheduler.scales(scheduler_state, x_t, timesteps)
+    x_0, eps = predict_x0_and_eps(scheduler.vp_prediction_type, alpha, sigma, x_t, output)
+    alpha, sigma = scheduler.scales(scheduler_state, x_t, earlier)
     return alpha * x_0 + sigma * eps
 
 
@@ -211,8 +213,10 @@ def consistency_function(scheduler, scheduler_state, output, x_t, timesteps):
 
     Source: Consistency Models (arXiv 2303.01469), equation 5 and appendix C.
     """
-    alpha, sigma = get_sqrt_alpha_prod(scheduler_state.common, x_t, None, timesteps)
-    x_0, _ = predict_x0_and_eps(scheduler.config.prediction_type, alpha, sigma, x_t, output)
+    alpha, sigma = scheduler.scales(scheduler_state, x_t, timesteps)
+    x_0, _ = predict_x0_and_eps(scheduler.vp_prediction_type, alpha, sigma, x_t, output)
+    if scheduler.is_flow:
+        return x_0  # x_t at time 0, without scalings
     t = timesteps[:, None, None, None]
     c_skip, c_out = boundary_scalings(t, scheduler.config.timestep_scaling)
     return c_skip * x_t + c_out * x_0
@@ -229,7 +233,7 @@ def consistency_loss(lora, frozen, teacher, x_0, condition, text, noise, timeste
         condition: unscaled latents of the original image, (B, C, h, w) float32.
         text: as from encode_text.
         noise: standard normal, (B, C, h, w) float32.
-        timesteps: integers (B,), of the grid of the teacher's steps.
+        timesteps: (B,), of the grid of the teacher's steps.
 
     Returns:
         The mean pseudo-Huber loss of the elements, a float32 scalar.
@@ -239,8 +243,8 @@ def consistency_loss(lora, frozen, teacher, x_0, condition, text, noise, timeste
     """
     models, *scales = teacher
     unet, scheduler, schedule = models.unet, models.scheduler, frozen["scheduler"]
-    step_size = len(scheduler) // scheduler.config.original_inference_steps
-    earlier = jnp.maximum(timesteps - step_size, 0)
+    places = jnp.argmax(timesteps[:, None] == schedule.timesteps, axis=1)
+    earlier = jnp.append(schedule.timesteps[1:], 0)[places]
     x_t = scheduler.add_noise(schedule, x_0, noise, timesteps)
     guided = guided_prediction(
         frozen["unet"], unet, x_t, timesteps, condition, text, frozen["null_text"], scales
@@ -321,13 +325,14 @@ def load_teacher(config: Config):
     """Load the models of a run onto the host.
 
     Returns:
-        (models, pipeline, frozen, lora): Models with FlaxLCMScheduler; the teacher's pipeline;
+        (models, pipeline, frozen, lora): Models as of Teacher; the teacher's pipeline;
         distill_step's frozen parameters; the LoRA's initial parameters.
     """
     models, pipeline, frozen, lora = load_models(config, mixed_precision_dtype(config))
     frozen["unet"]["conv_in"] = lora.pop("conv_in")  # the trainer trains it in full
-    scheduler = FlaxLCMScheduler.from_config(pipeline.scheduler.config)
-    num_teacher_steps = scheduler.config.original_inference_steps
+    scheduler_type = FlaxFlowMatchLCMScheduler if pipeline.scheduler.is_flow else FlaxLCMScheduler
+    scheduler = scheduler_type.from_config(pipeline.scheduler.config)
+    num_teacher_steps = scheduler.config.get("original_inference_steps", NUM_FLOW_STEPS)
     frozen["scheduler"] = scheduler.set_timesteps(scheduler.create_state(), num_teacher_steps)
     return models._replace(scheduler=scheduler), pipeline, frozen, lora
 
@@ -344,16 +349,19 @@ def make_optimizer(config: Config):
     return each_array(optax.adamw(schedule, weight_decay=config.adam_weight_decay)), schedule
 
 
-def save_model(config: Config, lora, metrics):
+def save_model(config: Config, scheduler, lora, metrics):
     """Write the card and the LoRA; the LoRA last, as it marks a finished run.
 
     Args:
         config: Config.
+        scheduler: of Teacher.
         lora: the LoRA's parameters, NumPy arrays.
         metrics: last row of metrics.jsonl.
     """
     output_dir = Path(config.output_dir)
     teacher, R = shlex.quote(str(config.pretrained_model_name_or_path)), config.resolution
+    num_steps = 5 if scheduler.is_flow else 4  # a flow's last step begins at time 0.001
+    torch_name = type(scheduler).__name__.removeprefix("Flax")
     introduction = f"""\
 Edits images in 2 to 8 steps: an LCM-LoRA of the InstructPix2Pix model `{teacher}`, distilled with
 guidance scale {config.guidance_scale:g} and image guidance scale {config.image_guidance_scale:g}.
@@ -367,11 +375,12 @@ python edit_cli.py --model {teacher} --lora {shlex.quote(config.output_dir)} \\
     --resolution {R} --input in.jpg --edit "make it red" --output out.png
 ```
 
-With PyTorch, use `LCMScheduler`, `pipeline.load_lora_weights`, 4 steps and both guidance scales 1.
+With PyTorch, use `{torch_name}`, `pipeline.load_lora_weights`, {num_steps} steps and both guidance
+scales 1.
 """
     write_readme(config, config.output_dir, introduction, metrics, tags=("lora", "lcm"))
     scales = dict(guidance_scale=1.0, image_guidance_scale=1.0)
-    write_defaults(output_dir, **scales, num_inference_steps=4, scheduler="lcm")
+    write_defaults(output_dir, **scales, num_inference_steps=num_steps, scheduler="lcm")
     (output_dir / INDEX_NAME).unlink(missing_ok=True)  # of a replaced model
     save_lora(output_dir / LORA_FILE, lora, **lora_options(config))
     print(f"saved {output_dir}; sample with --scheduler lcm and both guidance scales 1")
@@ -435,7 +444,7 @@ def run_distillation(config: Config):
     try:
         checkpoints.close()
     finally:  # also without room for the last checkpoint
-        save_model(config, lora, reports.close())
+        save_model(config, models.scheduler, lora, reports.close())
 
 
 def main(args=None):

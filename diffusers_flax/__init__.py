@@ -67,6 +67,12 @@ NAMES = {  # by module
         "FlaxDPMSolverMultistepSchedulerOutput",
         "FlaxEDMDPMSolverMultistepScheduler",
     ),
+    "schedulers.flow": (
+        "FlaxFlowMatchEulerDiscreteScheduler",
+        "FlaxFlowMatchEulerDiscreteSchedulerOutput",
+        "FlaxFlowMatchLCMScheduler",
+        "FlaxFlowMatchLCMSchedulerOutput",
+    ),
     "schedulers.lcm": (
         "FlaxLCMScheduler",
         "FlaxLCMSchedulerOutput",

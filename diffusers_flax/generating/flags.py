@@ -32,6 +32,8 @@ class SamplingFlags:
     # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
     # ays, the ten of Align-Your-Steps for each model's family
     timesteps: tuple[int | Literal["ays"], ...] = ()
+    # apg or apg:eta=0,norm=15,momentum=-0.5, projected guidance: high scales without burnt colors
+    guidance: str | None = None
     eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
     scheduler: str | None = None  # ddim, euler, ...; default: each model's own
     # how timesteps are spaced; default: the scheduler's config

@@ -20,6 +20,7 @@ from diffusers_flax.messages import in_bytes
 from diffusers_flax.models.vae import with_tile
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import MODULES, class_of, read_acceleration
+from diffusers_flax.pipelines.guidance import read_guidance
 from diffusers_flax.pipelines.instruct_pix2pix import (
     InstructPix2Pix,
     edit_branches,
@@ -59,6 +60,7 @@ class Sampling:
     seed: int = 0
     timesteps: tuple = ()  # instead of num_inference_steps, integers or "ays"; (): none
     eta: float | None = None
+    guidance: str | None = None  # see pipelines.guidance.read_guidance
     scheduler: str | None = None  # a name of SCHEDULERS; None: the model's own
     timestep_spacing: str | None = None  # None: as in the scheduler's config
     prediction_type: str | None = None  # likewise
@@ -201,9 +203,11 @@ def check_sampling(pipeline_type, scheduler_config, model, sampling):
         sampling: Sampling.
 
     Raises:
-        ValueError: the scheduler does not take the number of steps, or accelerations do not fit.
+        ValueError: the scheduler does not take the number of steps, or accelerations or guidance
+            do not fit.
     """
     accelerate = read_acceleration(sampling.accelerate)
+    read_guidance(sampling.guidance, accelerate)
     if accelerate:
         pipeline_type.check_acceleration(accelerate)
     scheduler, state = choose_scheduler(

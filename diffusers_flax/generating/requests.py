@@ -91,6 +91,7 @@ class ListedFlags(RequestFlags):
     output: Path | None = None  # file; None: numbered
     timesteps: tuple[int | str, ...] = ()
     eta: float | None = None
+    guidance: str | None = None
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ DENOISING_END = 0.8  # as in diffusers' example of the ensemble of base and refi
 OF_BOTH_MODELS = ("dtype", "embedding", "storage", "vae_dtype", "layout", "saved_programs")
 # What the calls of model and refiner have in common.
 REFINER_OPTIONS = ("num_inference_steps", "timesteps", "eta", "guidance_rescale", "guidance_scale")
+REFINER_OPTIONS += ("guidance",)
 REFINER_ARRAYS = ("prng_seed", "guidance_scale", "mask", "masked_image")
 
 
@@ -103,7 +104,7 @@ class Kind(NamedTuple):
 def kind_of(request, size, prompts=None):
     """The Kind of a Request; size: of its program; prompts: its Prompts, None: not known yet."""
     names = ("num_inference_steps", "eta", "guidance_rescale", "guidance_scale")
-    names += ("strength", "image_guidance_scale")
+    names += ("strength", "image_guidance_scale", "guidance")
     options = {name: getattr(request, name) for name in names}
     if request.task == "text to image":
         options |= dict(width=size[0], height=size[1])

@@ -82,7 +82,7 @@ class PairMaker:
 
         prepared: of prepare, for each device.
         """
-        names = ("num_inference_steps", "eta", "guidance_rescale", "height", "width")
+        names = ("num_inference_steps", "eta", "guidance_rescale", "guidance", "height", "width")
         options = {name: getattr(self.config, name) for name in names}
         options["timesteps"] = self.config.timesteps or None
 

@@ -665,9 +665,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             raise TypeError(f"{type(self).__name__} has no argument {', '.join(given)}")
         steps = (options[name] for name in ("num_inference_steps", "timesteps", "eta"))
         options |= timestep_options(*steps, self.ays_timesteps)
-        options["guidance"] = read_guidance(options.get("guidance"))
-        if options["guidance"] and self.accelerate:
-            raise ValueError("guidance= and accelerate= do not go together; leave one out")
+        options["guidance"] = read_guidance(options.get("guidance"), self.accelerate)
         images = inputs["image"], inputs["masked_image"]
         shape = next((x.shape for x in images if x is not None), None)
         sides = self.image_size(options.get("height"), options.get("width"), shape)

@@ -50,11 +50,13 @@ class ProjectedGuidance(NamedTuple):
         return difference - (1 - self.eta) * share * prediction, total
 
 
-def read_guidance(text):
+def read_guidance(text, accelerate=None):
     """The ProjectedGuidance of a text such as EXAMPLE, "apg" alone for the defaults; None for "".
 
+    accelerate: of the pipeline; accelerated steps keep no differences.
+
     Raises:
-        ValueError: another name, another option, or a value out of range.
+        ValueError: another name, another option, a value out of range, or an acceleration.
     """
     if not text or isinstance(text, ProjectedGuidance):
         return text or None
@@ -67,6 +69,8 @@ def read_guidance(text):
         fits = False
     if name != "apg" or not fits:
         raise ValueError(f"guidance={text!r} must be apg, or with options {EXAMPLE}")
+    if accelerate:
+        raise ValueError(f"guidance={text} does not go with accelerate; leave one out")
     return guidance
 
 

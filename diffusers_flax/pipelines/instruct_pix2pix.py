@@ -267,9 +267,9 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
                 weights = (guidance_scale if len(active) > 1 else 1.0, 1.0)
             weights = (jnp.asarray(s, jnp.float32) for s in weights)
             weights = [s.reshape(-1, 1, 1, 1) if s.ndim else s for s in weights]  # of each image
+            of_branch = dict(zip(EDIT_BRANCHES, guidance_weights(*weights)))
             eps_pred = dict(zip(active, jnp.split(eps_pred, len(active))))
             if options.guidance is None:
-                of_branch = dict(zip(EDIT_BRANCHES, guidance_weights(*weights)))
                 guided = sum(of_branch[branch] * eps for branch, eps in eps_pred.items())
             else:
                 scales = dict(zip(EDIT_BRANCHES, weights))

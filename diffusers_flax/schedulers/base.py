@@ -408,7 +408,7 @@ class FlaxSchedulerMixin(ConfigMixin):
 
         Source: DDPM (arXiv 2006.11239) equation 4.
         """
-        alpha_t, sigma_t = self._scales(state, original_samples, timesteps)
+        alpha_t, sigma_t = self.scales(state, original_samples, timesteps)
         return mix(alpha_t, original_samples, sigma_t, noise).astype(original_samples.dtype)
 
     def get_velocity(self, state, sample, noise, timesteps):
@@ -416,10 +416,10 @@ class FlaxSchedulerMixin(ConfigMixin):
 
         Source: progressive distillation (arXiv 2202.00512) appendix D.
         """
-        alpha_t, sigma_t = self._scales(state, sample, timesteps)
+        alpha_t, sigma_t = self.scales(state, sample, timesteps)
         return mix(alpha_t, noise, -sigma_t, sample).astype(sample.dtype)
 
-    def _scales(self, state, sample, timesteps):
+    def scales(self, state, sample, timesteps):
         """alpha_t and sigma_t at timesteps, shaped to multiply the sample."""
         return get_sqrt_alpha_prod(state.common, sample, None, timesteps)
 

@@ -96,7 +96,7 @@ class SigmaScheduler(FlaxSchedulerMixin):
         """(x0, eps) where x_t = alpha_t (x0 + sigma eps)."""
         return predict_x0_and_eps(self.config.prediction_type, *vp_scales(sigma), x_t, model_output)
 
-    def _scales(self, state, sample, timesteps):
+    def scales(self, state, sample, timesteps):
         sigma = self._sigma_at(state, timesteps)
         return vp_scales(sigma.reshape(sigma.shape + (1,) * (sample.ndim - sigma.ndim)))
 
@@ -204,7 +204,7 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
 
     def add_noise(self, state, original_samples, noise, timesteps):
         """Noisy samples x0 + sigma eps; see FlaxSchedulerMixin.add_noise."""
-        alpha_t, sigma_t = self._scales(state, original_samples, timesteps)
+        alpha_t, sigma_t = self.scales(state, original_samples, timesteps)
         noisy = mix(1.0, original_samples, sigma_t / alpha_t, noise)
         return noisy.astype(original_samples.dtype)
 
@@ -328,7 +328,7 @@ class EDMScheduler(SigmaScheduler):
 
     def add_noise(self, state, original_samples, noise, timesteps):
         """Noisy samples x0 + sigma eps; see FlaxSchedulerMixin.add_noise."""
-        alpha_t, sigma_t = self._scales(state, original_samples, timesteps)
+        alpha_t, sigma_t = self.scales(state, original_samples, timesteps)
         sigma = self.config.sigma_data * sigma_t / alpha_t
         return mix(1.0, original_samples, sigma, noise).astype(original_samples.dtype)
 

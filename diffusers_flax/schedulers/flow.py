@@ -59,6 +59,7 @@ class FlaxFlowMatchEulerDiscreteScheduler(SigmaScheduler):
     }
     state_class = EulerDiscreteSchedulerState
     output_class = FlaxFlowMatchEulerDiscreteSchedulerOutput
+    takes_timesteps = True
     takes_denoising_range = False
     is_flow = True
     vp_prediction_type = "flow"
@@ -87,10 +88,14 @@ class FlaxFlowMatchEulerDiscreteScheduler(SigmaScheduler):
         )
 
     def _plan(self, num_inference_steps, first_step, timesteps):
-        ends = self._training_times()
-        # PyTorch's times are shifted at both ends and once more in between.
-        times = np.linspace(ends[-1], ends[0], num_inference_steps)
-        times = shift_times(times, self.config.shift).astype(np.float32)[first_step:]
+        if timesteps is None:
+            ends = self._training_times()
+            # PyTorch's times are shifted at both ends and once more in between.
+            times = np.linspace(ends[-1], ends[0], num_inference_steps)
+            times = shift_times(times, self.config.shift)
+        else:
+            times = timesteps / len(self)
+        times = times.astype(np.float32)[first_step:]
         return {
             "timesteps": times * np.float32(len(self)),
             "sigmas": np.append(times, 0),
@@ -108,7 +113,7 @@ class FlaxFlowMatchEulerDiscreteScheduler(SigmaScheduler):
         t = jax.nn.sigmoid(jax.vmap(jax.random.normal)(keys))
         return len(self) * shift_times(t, self.config.shift)
 
-    def _scales(self, state, sample, timesteps):
+    def scales(self, state, sample, timesteps):
         t = jnp.asarray(timesteps, jnp.float32) / len(self)
         t = t.reshape(t.shape + (1,) * (sample.ndim - t.ndim))
         return 1 - t, t

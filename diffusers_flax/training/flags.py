@@ -152,10 +152,10 @@ def check_combinations(config: Any) -> None:
         )
     if config.ema == "power" and config.lora_rank is not None:
         raise ValueError("--ema power does not go with --lora_rank; use --ema full, late or none")
-    if config.prediction == "flow" and config.lora_rank is not None:
+    if config.prediction == "flow" and config.lora_rank is not None and not config.merge_lora:
         raise ValueError(
-            "--prediction flow changes what the UNet predicts, for which updates of --lora_rank "
-            "are too small; train the whole UNet, and with LoRA from its result"
+            "--prediction flow with --lora_rank needs --merge_lora, as a LoRA has no scheduler; "
+            "once the model is a flow, leave --prediction out"
         )
     needs = {  # flags: what they go with, and whether it is given
         ("lora_alpha", "lora_target_modules", "storage", "merge_lora"): (

@@ -49,7 +49,7 @@ def test_the_loss_is_the_error_of_the_velocity(model):
     expected = np.square(velocity - (noise - x_0)).mean()
 
     config = config_of(model, "unused", "unused", prediction="flow")
-    models, pipeline, frozen, params = load_models(config, jnp.float32)
+    models, _, frozen, params = load_models(config, jnp.float32)
     loss = partial(trainer.diffusion_loss, unet=models.unet, scheduler=models.scheduler)
     found = jax.jit(loss)(
         params,
