@@ -263,7 +263,7 @@ def diffusion_loss(
     """
     x_t = scheduler.add_noise(scheduler_state, x_0, noise, timesteps)
     target = noise
-    if scheduler.config.get("prediction_type") != "epsilon":
+    if getattr(scheduler.config, "prediction_type", "flow") != "epsilon":
         target = scheduler.get_velocity(scheduler_state, x_0, noise, timesteps)
     x_in = jnp.concatenate((x_t, condition), axis=1)  # (B, 2C, h, w)
     added = {}

@@ -85,6 +85,8 @@ def read_scheduler(folder, name=None):
     """(key of SCHEDULERS, content of scheduler_config.json) of an export; name: of --scheduler."""
     config = read(folder / "scheduler", "scheduler_config.json")
     own = {cls: key for key, cls in SCHEDULERS.items()}.get(config["_class_name"])
+    if "Flow" in config["_class_name"]:
+        raise ValueError("the model is a flow, whose steps this example does not have")
     key = name or own or "dpmsolver++"
     if not (name or own):  # it has the same noise levels
         print(f"dpmsolver++ takes the place of {config['_class_name']}")

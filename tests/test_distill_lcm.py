@@ -15,6 +15,7 @@ import pytest
 import torch
 from diffusers import (
     DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
     LCMScheduler,
     StableDiffusionInstructPix2PixPipeline,
     UNet2DConditionModel,
@@ -53,6 +54,7 @@ def models(tmp_path_factory):
         "epsilon": make_tiny_pipeline(folder / "epsilon", **SIZE),
         "v": make_tiny_pipeline(folder / "v", prediction_type="v_prediction", **SIZE),
         "xl": make_tiny_xl(folder / "xl", edits=True),
+        "flow": make_tiny_flow(folder / "flow"),
     }
 
 
@@ -60,6 +62,13 @@ def models(tmp_path_factory):
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write_random_shard(folder / "a.parquet", 16, seed=1)
+    return folder
+
+
+def make_tiny_flow(folder):
+    """A model directory with the scheduler of a flow; returns it."""
+    make_tiny_pipeline(folder, **SIZE)
+    FlowMatchEulerDiscreteScheduler(shift=2.0).save_pretrained(folder / "scheduler")
     return folder
 
 
@@ -84,7 +93,10 @@ def flags(model, data, out, *more):
 
 def lcm_scheduler(model):
     """(scheduler, state of the distillation) of a model directory."""
-    scheduler, state = distill_lcm.FlaxLCMScheduler.from_pretrained(model, subfolder="scheduler")
+    cls = distill_lcm.FlaxLCMScheduler
+    if model.name == "flow":
+        cls = distill_lcm.FlaxFlowMatchLCMScheduler
+    scheduler, state = cls.from_pretrained(model, subfolder="scheduler")
     return scheduler, scheduler.set_timesteps(state, NUM_STEPS)
 
 
@@ -113,7 +125,8 @@ def torch_loss(model, lora, x_0, condition, text, null_text, noise, timesteps):
     schedule.set_timesteps(NUM_STEPS)
     lcm = LCMScheduler.from_pretrained(model / "scheduler")
     t = torch.tensor(timesteps)
-    step = schedule.config.num_train_timesteps // NUM_STEPS
+    next_t = (t - schedule.config.num_train_timesteps // NUM_STEPS).clamp(min=0)
+    is_flow = model.name == "flow"
 
     def run(x, t, condition, text):
         names = {"text_embeds": "pooled", "time_ids": "time_ids"}
@@ -122,7 +135,10 @@ def torch_loss(model, lora, x_0, condition, text, null_text, noise, timesteps):
         return unet(x_in, t, text["states"], added_cond_kwargs=added or None).sample
 
     def f(x, t):
-        output, alpha_bar = run(x, t, condition, text), lcm.alphas_cumprod[t].view(-1, 1, 1, 1)
+        output = run(x, t, condition, text)
+        if is_flow:
+            return x - t.view(-1, 1, 1, 1) / 1000 * output
+        alpha_bar = lcm.alphas_cumprod[t].view(-1, 1, 1, 1)
         clean = (x - (1 - alpha_bar).sqrt() * output) / alpha_bar.sqrt()
         if lcm.config.prediction_type == "v_prediction":
             clean = alpha_bar.sqrt() * x - (1 - alpha_bar).sqrt() * output
@@ -130,7 +146,14 @@ def torch_loss(model, lora, x_0, condition, text, null_text, noise, timesteps):
         c_skip, c_out = (scaling.view(-1, 1, 1, 1) for scaling in scalings)
         return c_skip * x + c_out * clean
 
-    x_t = schedule.add_noise(x_0, noise, t)
+    if is_flow:
+        flow = FlowMatchEulerDiscreteScheduler.from_pretrained(model / "scheduler")
+        flow.set_timesteps(NUM_STEPS)
+        places = (flow.timesteps - t[:, None]).abs().argmin(1)
+        x_t = flow.scale_noise(x_0, flow.timesteps[places], noise)
+        next_t = 1000 * flow.sigmas[places + 1]
+    else:
+        x_t = schedule.add_noise(x_0, noise, t)
     null = {name: null_text.get(name, x).expand_as(x) for name, x in text.items()}
     with torch.no_grad():
         unet.disable_adapters()
@@ -139,20 +162,19 @@ def torch_loss(model, lora, x_0, condition, text, null_text, noise, timesteps):
         neither = run(x_t, t, torch.zeros_like(condition), null)
         unet.enable_adapters()
         guided = neither + SCALES[1] * (image - neither) + SCALES[0] * (both - image)
-        earlier = torch.cat(
-            [
-                schedule.step(guided[i : i + 1], int(t[i]), x_t[i : i + 1]).prev_sample
-                for i in range(len(t))
-            ]
-        )
-        target = f(earlier, (t - step).clamp(min=0))
+        if is_flow:
+            earlier = x_t + (next_t - t).view(-1, 1, 1, 1) / 1000 * guided
+        else:
+            rows = [schedule.step(guided[i, None], int(t[i]), x_t[i, None]) for i in range(len(t))]
+            earlier = torch.cat([row.prev_sample for row in rows])
+        target = f(earlier, next_t)
     loss = ((f(x_t, t) - target).square() + 0.001**2).sqrt().mean() - 0.001
     loss.backward()
     return trained, loss.item()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["epsilon", *slow("v", "xl")])
+@pytest.mark.parametrize("family", ["epsilon", *slow("v", "xl", "flow")])
 def test_loss_and_gradients_are_pytorchs(models, family):
     """For a first, a last and a middle timestep of the grid; the first one's target is at 0."""
     model, B = models[family], 3
@@ -178,6 +200,8 @@ def test_loss_and_gradients_are_pytorchs(models, family):
     scheduler, state = lcm_scheduler(model)
     frozen = {"unet": frozen, "null_text": null_text, "scheduler": state}
     teacher = distill_lcm.Teacher(Models(unet, None, None, scheduler), *SCALES)
+    if family == "flow":
+        timesteps = np.asarray(state.timesteps)[[-1, 0, 27]]
 
     def loss(lora, *arrays):
         return distill_lcm.consistency_loss(lora, frozen, teacher, *arrays)

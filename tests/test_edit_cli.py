@@ -340,6 +340,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
             "small.png is 8x16 pixels (width x height) and its image 16x16; a mask has the size of",
         ),
         ([*ONE, "--mask", "black.png"], "black.png has no white at the size of the result"),
+        ([*ONE, "--guidance", "cfg"], "guidance='cfg' must be apg, or with options apg:eta="),
         ([*ONE, "--mask_feather", "3"], "--mask_feather 3 is for --mask; give both or none"),
     ],
 )

@@ -238,12 +238,18 @@ def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys
     assert f"--model {tmp_path / 'model'} has other files" in refused(capsys, **given)
 
 
+TCD = {"scheduler": "tcd", "timesteps": ("900", "500", "100"), "eta": 0.5}
+
+
 @pytest.mark.slow
-def test_accelerated_edits_are_those_of_edit_cli(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "few",
+    [TCD | {"accelerate": ("guidance:stop=0.5", "tome")}, {"guidance": "apg:norm=1"}],
+    ids=["accelerated", "guided"],
+)
+def test_edits_are_those_of_edit_cli(folder, tmp_path, monkeypatch, few):
     monkeypatch.chdir(folder)
     out = tmp_path / "out"
-    few = {"scheduler": "tcd", "timesteps": ("900", "500", "100"), "eta": 0.5}
-    few |= {"accelerate": ("guidance:stop=0.5", "tome")}
     given = {"pairs_jsonl": write_jsonl(tmp_path / "p.jsonl", 1), "output_dir": out}
     (row,) = evaluate(**given, **few, clip_model="")["rows"]
     edit_cli.main(flags(input="before0.png", edit=PROMPTS[0], output=tmp_path / "a.png", **few))

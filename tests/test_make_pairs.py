@@ -340,6 +340,7 @@ def lora_file():
     [
         "--lora lora.safetensors",
         "--accelerate deepcache:interval=2",
+        "--guidance apg:norm=1",
         "--timesteps 999 499 --scheduler lcm --guidance_scale 0 1",
         "--width 32 --height 96",
         "--attention_sharing 0 0",

@@ -83,6 +83,7 @@ LINES = [
     {"prompt": '--seed 4 "a\\b" \n it\'s ü', "negative_prompt": "-x", "seed": 0},
     {"prompt": "-1", "seed": 2**32 - 1, "num_inference_steps": 7, "guidance_scale": 1e-05},
     {"prompt": "x", "timesteps": [999, 1], "eta": 0.25, "guidance_rescale": 0.7},
+    {"prompt": "x", "guidance": "apg:eta=0.2,norm=9"},
     {"prompt": "x", "timesteps": "ays", "width": 64, "height": 32, "latents": "noise.npy"},
     {"prompt": "x", "image": "a b.png", "mask": "mask.png", "strength": 0.3, "mask_feather": 3},
     {"prompt": "x", "image": "a.png", "resolution": 64, "output": "x.png"},

@@ -5,17 +5,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler, FlowMatchLCMScheduler
 
-from diffusers_flax.schedulers.flow import FlaxFlowMatchEulerDiscreteScheduler
+from diffusers_flax.schedulers.flow import (
+    FlaxFlowMatchEulerDiscreteScheduler,
+    FlaxFlowMatchLCMScheduler,
+)
+
+CLASSES = [
+    (FlaxFlowMatchEulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler),
+    (FlaxFlowMatchLCMScheduler, FlowMatchLCMScheduler),
+]
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 @pytest.mark.parametrize("num_steps", [1, 4, 27])
-def test_a_run_is_pytorchs(shift, num_steps):
-    theirs = FlowMatchEulerDiscreteScheduler(shift=shift)
+@pytest.mark.parametrize(("cls", "torch_class"), CLASSES)
+def test_a_run_is_pytorchs(cls, torch_class, shift, num_steps):
+    theirs = torch_class(shift=shift)
     theirs.set_timesteps(num_steps)
-    ours = FlaxFlowMatchEulerDiscreteScheduler(shift=shift)
+    ours = cls(shift=shift)
     state = ours.set_timesteps(ours.create_state(), num_steps)
     np.testing.assert_allclose(state.timesteps, theirs.timesteps, rtol=2e-7)
     np.testing.assert_allclose(state.sigmas, theirs.sigmas, rtol=2e-7)
@@ -23,10 +32,21 @@ def test_a_run_is_pytorchs(shift, num_steps):
     x, x_torch = (rng.standard_normal((2, 4, 8, 8), np.float32),) * 2
     x_torch = torch.from_numpy(x_torch)
     for i, t in enumerate(theirs.timesteps):
-        output = rng.standard_normal(x.shape, np.float32)
-        x_torch = theirs.step(torch.from_numpy(output), t, x_torch).prev_sample
-        x, state = ours.step(state, jnp.asarray(output), state.timesteps[i], x, return_dict=False)
+        output, draw = torch.from_numpy(rng.standard_normal(x.shape, np.float32)), torch.Generator()
+        x_torch = theirs.step(output, t, x_torch, generator=draw.manual_seed(i)).prev_sample
+        noise = torch.randn(x.shape, generator=draw.manual_seed(i))
+        arguments = jnp.asarray(output), state.timesteps[i], x
+        x, state = ours.step(state, *arguments, return_dict=False, noise=jnp.asarray(noise))
     np.testing.assert_allclose(x, x_torch, atol=1e-5)
+
+
+def test_a_run_may_have_other_timesteps():
+    theirs = FlowMatchEulerDiscreteScheduler()
+    theirs.set_timesteps(sigmas=[0.999, 0.5, 0.02])
+    ours = FlaxFlowMatchEulerDiscreteScheduler(shift=3.0)
+    state = ours.set_timesteps(ours.create_state(), 3, timesteps=(999, 500, 20))
+    np.testing.assert_allclose(state.timesteps, theirs.timesteps, rtol=2e-7)
+    np.testing.assert_allclose(state.sigmas, theirs.sigmas, rtol=2e-7)
 
 
 def test_noise_is_pytorchs():

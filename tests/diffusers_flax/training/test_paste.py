@@ -45,7 +45,10 @@ class ToyUnet(nn.Module):
 class ToyScheduler:
     """A cosine noise schedule."""
 
-    config = SimpleNamespace(prediction_type="epsilon", num_train_timesteps=1000)
+    config = SimpleNamespace(prediction_type="epsilon")
+
+    def draw_timesteps(self, keys):
+        return jax.vmap(lambda key: jax.random.randint(key, (), 0, 1000))(keys)
 
     def add_noise(self, state, x_0, noise, timesteps):
         angle = (timesteps / 1000 * jnp.pi / 2)[:, None, None, None]

@@ -91,9 +91,12 @@ def test_validation_images_keep_their_aspect_ratio(model, data, tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_devices_latents_and_a_resume_change_nothing(model, data, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("prediction", [None, "flow"])
+def test_devices_latents_and_a_resume_change_nothing(
+    model, data, tmp_path, monkeypatch, capsys, prediction
+):
     options = BUCKETS | dict(random_crop=False, checkpointing_steps=3, checkpoints_total_limit=None)
-    options |= dict(mask_loss_weight=4.0)
+    options |= dict(mask_loss_weight=4.0, prediction=prediction)
     config = config_of(model, data, tmp_path / "four", **options)
     run_trainer(config, monkeypatch)
     expected = losses(tmp_path / "four")
