@@ -97,6 +97,8 @@ def guide_projected(guidance, predictions, scales, memory):
     return guided, sums
 
 
-def memory_of(branches, shape):
-    """The memory of guide_projected before the first step; shape: of a prediction."""
+def memory_of(guidance, branches, shape):
+    """The memory of guide_projected before the first step, () without; shape: of a prediction."""
+    if guidance is None:
+        return ()
     return {branch: jnp.zeros(shape, jnp.float32) for branch in branches[:-1]}

@@ -280,7 +280,7 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
 
         finish = partial(keep_pixels_outside, encoded)
         states_of = partial(rows_of_branches, text[0], branches)
-        memory = () if options.guidance is None else memory_of(branches, latents.shape)
+        memory = memory_of(options.guidance, branches, latents.shape)
         prediction = GuidedPrediction(branches, unet_inputs, states_of, guide_edit, memory=memory)
         height = latents.shape[2]
         denoise = choose_denoising(self, params, schedule, keys, prediction, height, finish)

@@ -153,8 +153,6 @@ class TextToImage(FlaxDiffusionPipeline):
             return rescale_guidance(guided, predictions["text"], scales[1]), memory
 
         states_of = partial(rows_of_branches, text[0], branches)
-        prediction = GuidedPrediction(branches, unet_inputs, states_of, guide_step)
-        if projected is None:
-            return prediction
         shape = self.latent_shape(batch_size, options.height, options.width)
-        return prediction._replace(memory=memory_of(branches, shape))
+        memory = memory_of(projected, branches, shape)
+        return GuidedPrediction(branches, unet_inputs, states_of, guide_step, memory=memory)
