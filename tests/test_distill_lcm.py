@@ -50,11 +50,13 @@ SIZE = dict(vae_channels=(16, 32), unet_channels=(16,))  # latents are half as w
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
+    flow = make_tiny_pipeline(folder / "flow", **SIZE)
+    FlowMatchEulerDiscreteScheduler(shift=2.0).save_pretrained(flow / "scheduler")
     return {
+        "flow": flow,
         "epsilon": make_tiny_pipeline(folder / "epsilon", **SIZE),
         "v": make_tiny_pipeline(folder / "v", prediction_type="v_prediction", **SIZE),
         "xl": make_tiny_xl(folder / "xl", edits=True),
-        "flow": make_tiny_flow(folder / "flow"),
     }
 
 
@@ -62,13 +64,6 @@ def models(tmp_path_factory):
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write_random_shard(folder / "a.parquet", 16, seed=1)
-    return folder
-
-
-def make_tiny_flow(folder):
-    """A model directory with the scheduler of a flow; returns it."""
-    make_tiny_pipeline(folder, **SIZE)
-    FlowMatchEulerDiscreteScheduler(shift=2.0).save_pretrained(folder / "scheduler")
     return folder
 
 
@@ -93,9 +88,8 @@ def flags(model, data, out, *more):
 
 def lcm_scheduler(model):
     """(scheduler, state of the distillation) of a model directory."""
-    cls = distill_lcm.FlaxLCMScheduler
-    if model.name == "flow":
-        cls = distill_lcm.FlaxFlowMatchLCMScheduler
+    flow, other = distill_lcm.FlaxFlowMatchLCMScheduler, distill_lcm.FlaxLCMScheduler
+    cls = flow if model.name == "flow" else other
     scheduler, state = cls.from_pretrained(model, subfolder="scheduler")
     return scheduler, scheduler.set_timesteps(state, NUM_STEPS)
 

@@ -245,7 +245,6 @@ TCD = {"scheduler": "tcd", "timesteps": ("900", "500", "100"), "eta": 0.5}
 @pytest.mark.parametrize(
     "few",
     [TCD | {"accelerate": ("guidance:stop=0.5", "tome")}, {"guidance": "apg:norm=1"}],
-    ids=["accelerated", "guided"],
 )
 def test_edits_are_those_of_edit_cli(folder, tmp_path, monkeypatch, few):
     monkeypatch.chdir(folder)

@@ -70,8 +70,8 @@ CANNY = {"sigma": 0.5, "low_threshold": 0.2, "high_threshold": 0.4}
 DENOISING_END = 0.8  # as in diffusers' example of the ensemble of base and refiner
 OF_BOTH_MODELS = ("dtype", "embedding", "storage", "vae_dtype", "layout", "saved_programs")
 # What the calls of model and refiner have in common.
-REFINER_OPTIONS = ("num_inference_steps", "timesteps", "eta", "guidance_rescale", "guidance_scale")
-REFINER_OPTIONS += ("guidance",)
+REFINER_OPTIONS = ("num_inference_steps", "timesteps", "eta")
+REFINER_OPTIONS += ("guidance", "guidance_rescale", "guidance_scale")
 REFINER_ARRAYS = ("prng_seed", "guidance_scale", "mask", "masked_image")
 
 

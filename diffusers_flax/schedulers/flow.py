@@ -49,14 +49,13 @@ class FlaxFlowMatchEulerDiscreteScheduler(SigmaScheduler):
     defaults = {"num_train_timesteps": 1000, "shift": 1.0}  # noqa: RUF012 - see the base class
     first_arguments = ()
     arguments = tuple(defaults)
-    choices = {  # noqa: RUF012
-        "use_dynamic_shifting": (False,),
-        "invert_sigmas": (False,),
-        "use_karras_sigmas": (False,),
-        "use_exponential_sigmas": (False,),
-        "use_beta_sigmas": (False,),
-        "stochastic_sampling": (False,),
-    }
+    choices = dict.fromkeys(
+        (
+            *("use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas"),
+            *("use_beta_sigmas", "invert_sigmas", "stochastic_sampling"),
+        ),
+        (False,),
+    ) | {"shift_terminal": (None,), "scale_factors": (None,)}
     state_class = EulerDiscreteSchedulerState
     output_class = FlaxFlowMatchEulerDiscreteSchedulerOutput
     takes_timesteps = True
@@ -88,12 +87,10 @@ class FlaxFlowMatchEulerDiscreteScheduler(SigmaScheduler):
         )
 
     def _plan(self, num_inference_steps, first_step, timesteps):
-        if timesteps is None:
-            ends = self._training_times()
-            # PyTorch's times are shifted at both ends and once more in between.
-            times = np.linspace(ends[-1], ends[0], num_inference_steps)
-            times = shift_times(times, self.config.shift)
-        else:
+        ends = self._training_times()
+        # PyTorch's times are shifted at both ends and once more in between.
+        times = shift_times(np.linspace(ends[-1], ends[0], num_inference_steps), self.config.shift)
+        if timesteps is not None:
             times = timesteps / len(self)
         times = times.astype(np.float32)[first_step:]
         return {
