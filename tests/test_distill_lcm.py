@@ -252,9 +252,10 @@ def test_two_devices_are_one(models):
     assert "conv_in/kernel" not in one
 
 
-def test_command_line(models, data, tmp_path, lenient_optimizer, capsys):
+@pytest.mark.parametrize("family", ["epsilon", *slow("flow")])
+def test_command_line(models, data, tmp_path, lenient_optimizer, capsys, family):
     """The file edits with edit_cli.py, and PyTorch's pipeline loads it."""
-    model, out = models["epsilon"], tmp_path / "lora"
+    model, out = models[family], tmp_path / "lora"
     distill_lcm.main(flags(model, data, out))
     rows = read_metrics(out)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

@@ -46,7 +46,8 @@ class TrainerFlags:
     pretrained_vae_model_name_or_path = mask_column = cache_latents = profile_steps = ""
     config_name_or_path = revision = variant = num_train_epochs = storage = hub_model_id = None
     prediction = coordinator_address = num_processes = process_id = ema_snapshot_steps = None
-    validation_guidance_scale = validation_image_guidance_scale = aspect_ratio_buckets = None
+    validation_guidance_scale = validation_image_guidance_scale = snr_gamma = None
+    aspect_ratio_buckets = None
     merge_lora = gather_by_block = push_to_hub = use_ema_weights = ema_warmup = False
     ema, ema_fraction, ema_start_step, ema_decay, ema_every = "none", 1.0, None, None, 1
     image_interpolation_mode, shuffle_buffer, max_bad_fraction = "dct", 4096, 0.1
