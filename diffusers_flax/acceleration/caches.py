@@ -36,7 +36,7 @@ from diffusers_flax.acceleration.token_merging import merging_hook
 from diffusers_flax.devices.offload import path_in_model
 from diffusers_flax.devices.parallelism import choose_axes
 from diffusers_flax.models.blocks import TEXT, Attention, project_text
-from diffusers_flax.schedulers.noise_schedule import predict_x0_and_eps
+from diffusers_flax.schedulers.noise_schedule import output_of_x0, predict_x0_and_eps
 
 
 def denoise_accelerated(
@@ -332,14 +332,7 @@ def spectrum(model, table, prediction_type, scales):
 
     def forecast(x, t, i, cache):
         x_0 = jnp.tensordot(weights[i], cache, 1)
-        eps = (x - alphas[i] * x_0) / sigmas[i]
-        outputs = {
-            "epsilon": eps,
-            "v_prediction": alphas[i] * eps - sigmas[i] * x_0,
-            "sample": x_0,
-            "flow": eps - x_0,
-        }
-        return outputs[prediction_type], cache
+        return output_of_x0(prediction_type, alphas[i], sigmas[i], x, x_0), cache
 
     def enter(cache, x):
         return jnp.zeros((weights.shape[1], *x.shape), jnp.float32) if cache is None else cache

@@ -1,13 +1,14 @@
 """Adaptive projected guidance: guidance at high scales without burnt colors.
 
-A guided prediction adds scale * difference, where difference = conditional - unconditional. Of the
-difference, the part that is parallel to the conditional prediction raises contrast and saturation;
-eta weakens it. The rest is bounded in norm and, by a negative momentum, moved away from the
-differences of earlier steps.
+A guided prediction is conditional + (scale - 1) * difference, where difference = conditional -
+unconditional, of clean samples. The part of the difference that is parallel to the conditional
+prediction raises contrast and saturation; eta weakens it. The difference is bounded in norm and, by
+a negative momentum, moved away from the differences of earlier steps.
 
-Source: Sadat et al. (arXiv 2410.02416).
+Source: Sadat et al. (arXiv 2410.02416), algorithm 1.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ def read_guidance(text, accelerate=None):
 
 
 def guide_projected(guidance, predictions, scales, memory):
-    """Predictions of several branches guided by ProjectedGuidance.
+    """Clean samples of several branches guided by ProjectedGuidance.
 
     Args:
         guidance: ProjectedGuidance.
@@ -88,12 +89,12 @@ def guide_projected(guidance, predictions, scales, memory):
         (guided prediction, memory).
     """
     names, sums = list(predictions), {}
-    guided = predictions[names[-1]]
-    for name, other in zip(names[-2::-1], names[:0:-1]):
+    guided = predictions[names[0]]
+    for name, other in pairwise(names):
         prediction = predictions[name]
         difference = prediction - predictions[other]
         change, sums[name] = guidance.change(difference, prediction, memory[name])
-        guided = guided + scales[name] * change
+        guided = guided + (scales[name] - 1) * change
     return guided, sums
 
 

@@ -24,6 +24,7 @@ from diffusers_flax.devices.layout import component_of
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.blocks import TEXT, project_text
 from diffusers_flax.pipelines.sampling import as_keys, decode, denoise, keys_per_image
+from diffusers_flax.schedulers.noise_schedule import output_of_x0, predict_x0_and_eps
 
 # Models that a stage runs, by their keys in params; some may be absent.
 MODELS_OF_STAGE = {
@@ -204,7 +205,7 @@ class GuidedPrediction(NamedTuple):
             number of the step. Arrays hold all rows of one branch, then all rows of the next.
         text: branches -> their text states, (branches * B, S, D).
         guide: (predictions, float32 (branches * B, C, h, w), branches, i, memory) -> (guided
-            prediction, (B, C, h, w), memory for the next step).
+            prediction, (B, C, h, w), memory for the next step). With memory they are clean samples.
         hooks: functions for flax.linen.intercept_methods that change the UNet.
         memory: of guide in the first step.
     """
@@ -249,7 +250,16 @@ def choose_denoising(
             for hook in prediction.hooks:
                 stack.enter_context(nn.intercept_methods(hook))
             output = apply(variables, *arguments, timestep_cond=timestep_cond)
-        return prediction.guide(output.sample.astype(jnp.float32), branches, i, memory)
+        output = output.sample.astype(jnp.float32)
+        if not memory:
+            return prediction.guide(output, branches, i, memory)
+        kind, scales = pipeline.scheduler.vp_prediction_type, map(jnp.asarray, schedule.scales)
+        alpha, sigma = (scale[i] for scale in scales)
+        x_0, _ = predict_x0_and_eps(
+            kind, alpha, sigma, jnp.concatenate([x_t] * len(branches)), output
+        )
+        x_0, memory = prediction.guide(x_0, branches, i, memory)
+        return output_of_x0(kind, alpha, sigma, x_t, x_0), memory
 
     memory = prediction.memory
     return partial(denoise, schedule, keys=keys, predict=predict, watch=watch, memory=memory)

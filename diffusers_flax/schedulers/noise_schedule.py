@@ -112,6 +112,18 @@ def predict_x0_and_eps(prediction_type, alpha_t, sigma_t, x_t, model_output):
     return model_output, (x_t - alpha_t * model_output) / sigma_t
 
 
+def output_of_x0(prediction_type, alpha_t, sigma_t, x_t, x_0):
+    """The model's output that predicts x_0; arguments as for predict_x0_and_eps."""
+    eps = (x_t - alpha_t * x_0) / sigma_t
+    outputs = {
+        "epsilon": eps,
+        "v_prediction": alpha_t * eps - sigma_t * x_0,
+        "sample": x_0,
+        "flow": eps - x_0,
+    }
+    return outputs[prediction_type]
+
+
 def edm_levels(config):
     """Noise levels of an EDM model's training, increasing, float64 (num_train_timesteps,).
 

@@ -50,12 +50,14 @@ def images_by_hand(theirs, prompts, image, latents, scales, num_steps=6):
             unet(torch.cat([x_t, *([conditions[x]] if conditions else [])], 1), t, states).sample
             for x, states in branches.items()
         ]
-        pairs = zip(predictions, predictions[1:], scales, momentum)
-        guided = predictions[-1] + sum(
-            normalized_guidance(prediction, other, scale, buffer, 0.2, norm_threshold=9) - other
-            for prediction, other, scale, buffer in pairs
+        alpha_bar = theirs.scheduler.alphas_cumprod[t]
+        alpha, sigma = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
+        clean = [(x_t - sigma * eps) / alpha for eps in predictions]
+        guided = clean[0] + sum(
+            normalized_guidance(x_0, other, scale - 1, buffer, 0.2, 9, True) - x_0
+            for x_0, other, scale, buffer in zip(clean, clean[1:], scales, momentum)
         )
-        x_t = theirs.scheduler.step(guided, t, x_t).prev_sample
+        x_t = theirs.scheduler.step((x_t - alpha * guided) / sigma, t, x_t).prev_sample
     images = vae.decode(x_t / vae.config.scaling_factor).sample
     return (images / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy()
 
@@ -68,7 +70,7 @@ def test_images_are_those_of_pytorchs_models(edits, tmp_path):
     theirs = cls.from_pretrained(folder, safety_checker=None)
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(folder)
     images, latents = random_inputs(2, 64, 64, 4)
-    scales = dict(guidance_scale=150.0) | ({"image_guidance_scale": 30.0} if edits else {})
+    scales = dict(guidance_scale=40.0) | ({"image_guidance_scale": 9.0} if edits else {})
     expected = images_by_hand(
         theirs, PROMPTS[:2], images if edits else None, latents, [*scales.values()]
     )
