@@ -253,11 +253,9 @@ def choose_denoising(
         output = output.sample.astype(jnp.float32)
         if not memory:
             return prediction.guide(output, branches, i, memory)
-        kind, scales = pipeline.scheduler.vp_prediction_type, map(jnp.asarray, schedule.scales)
-        alpha, sigma = (scale[i] for scale in scales)
-        x_0, _ = predict_x0_and_eps(
-            kind, alpha, sigma, jnp.concatenate([x_t] * len(branches)), output
-        )
+        alpha, sigma = (jnp.asarray(table)[i] for table in schedule.scales)
+        kind, rows = pipeline.scheduler.vp_prediction_type, jnp.concatenate([x_t] * len(branches))
+        x_0, _ = predict_x0_and_eps(kind, alpha, sigma, rows, output)
         x_0, memory = prediction.guide(x_0, branches, i, memory)
         return output_of_x0(kind, alpha, sigma, x_t, x_0), memory
 
