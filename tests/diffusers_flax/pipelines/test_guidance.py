@@ -81,7 +81,7 @@ def test_images_are_those_of_pytorchs_models(edits, tmp_path):
     found = pipeline(*call, latents=latents, guidance=APG, **scales, **size).images
     assert psnr(found, expected) > 60
     plain = pipeline(*call, latents=latents, **scales, **size).images
-    assert psnr(plain, expected) < 40
+    assert psnr(plain, expected) < 45
 
 
 @pytest.mark.parametrize("text", ["cfg", "apg:eta", "apg:rho=1", "apg:momentum=-1", "apg:norm=-1"])
