@@ -3,15 +3,16 @@
     python create_modified_unet.py --output_dir modified_unet \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5
 
-The new channels' weights are zero, so the widened UNet has the same output as the original for any
-values of the new channels; the script checks that before it saves. Needs about 8 GB of memory for
-Stable Diffusion 1.5, 23 GB for SDXL, and no accelerator.
+With --num_images 2 it widens 4 or 8 channels to 12, for a reference image too. The new channels'
+weights are zero, so the output stays the same for any values of them; the script checks that before
+it saves. Needs about 8 GB of memory for Stable Diffusion 1.5, 23 GB for SDXL, and no accelerator.
 
 Paper: InstructPix2Pix (arXiv 2211.09800), section 3.2.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ CHECK_TOLERANCE = 1e-5  # of the largest output; only the order of float32 sums 
 class Config:
     pretrained_model_name_or_path: str  # pipeline directory, hub id or file with the UNet
     output_dir: str  # directory for the widened UNet
-    in_channels: int | None = None  # of the widened UNet; default: twice the latents' channels
+    num_images: Literal[1, 2] = 1  # of an edit: the original; with 2 also a reference image
     subfolder: str = "unet"  # subdirectory of the UNet; "": the directory itself
     revision: str | None = None  # branch, tag or commit, if a hub id is given
     variant: str | None = None  # variant of the UNet's files, e.g. fp16
@@ -101,12 +102,11 @@ def create_modified_unet(config: Config):
         convert=lambda name, x: x,  # no warning about float16, which the trainer casts
     )
     print(f"loaded {source}: {narrow.in_channels} input channels; both UNets are compared")
-    in_channels = config.in_channels or 2 * narrow.out_channels
-    is_other = config.in_channels is None and narrow.in_channels != narrow.out_channels
-    if is_other or in_channels <= narrow.in_channels:
+    in_channels = (1 + config.num_images) * narrow.out_channels
+    if narrow.in_channels % narrow.out_channels or in_channels <= narrow.in_channels:
         raise ValueError(
             f"the UNet of {source} has {narrow.in_channels} input channels; "
-            "give a text-to-image model, or more --in_channels"
+            "give a text-to-image model, or for a reference image --num_images 2"
         )
     wide = narrow.clone(in_channels=in_channels)
     wide_params = widen(narrow_params, in_channels)

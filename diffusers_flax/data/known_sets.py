@@ -63,7 +63,7 @@ WORDS = {  # of keys of an index, and of a sample's file names in WebDataset: me
         *("after", "2"),
     ),
     "mask": NAMES["mask"],
-    "reference": ("reference", "reference_image", "ref", "visual_input", "1.1"),
+    "reference": (*NAMES["reference_image"], "ref", "visual_input", "1.1"),
     "instruction": (*NAMES["edit_prompt"], "edit_instruction", "prompt", "input_prompt", "text"),
     "more_instructions": ("augmented_instructions",),
     "original_prompt": NAMES["original_prompt"],

@@ -26,13 +26,14 @@ NAMES = {  # meaning: accepted keys
     "edited_image": ("edited_image", "output_image", "edited", "truth"),
     "edit_prompt": ("edit_prompt", "edit", "instruction"),
     "mask": ("mask", "mask_image", "mask_img"),
+    "reference_image": ("reference_image", "reference"),
     "output": ("output",),
     "original_prompt": ("original_prompt", "original_caption", "input_caption"),
     "edited_prompt": ("edited_prompt", "edited_caption", "output_caption"),
     "file_name": ("file_name", "file", "name"),
 }
 IMAGES = ("original_image", "edited_image")
-READ = (*IMAGES, "mask")  # files that must exist
+READ = (*IMAGES, "mask", "reference_image")  # files that must exist
 CAPTIONS = ("original_prompt", "edited_prompt")
 MAX_NAMED_PROBLEMS = 10  # in an error message
 

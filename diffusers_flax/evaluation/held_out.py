@@ -78,7 +78,7 @@ def pairs_of_jsonl(file, max_pairs=None):
     required, optional = ("original_image", "edit_prompt"), ("edited_image", "mask", *CAPTIONS)
     pairs = []
     for row in read_list(f"--pairs_jsonl {file}", file, required, optional, max_pairs):
-        original, edited, mask = (row[name] and row[name].read_bytes() for name in READ)
+        original, edited, mask = (row[name] and row[name].read_bytes() for name in READ[:3])
         name, captions = str(row["original_image"]), (row[x] for x in CAPTIONS)
         images = original, edited, *captions, mask
         pairs.append(HeldOutPair(len(pairs), name, row["edit_prompt"], *images))

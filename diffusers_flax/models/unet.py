@@ -421,6 +421,11 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
         "use_memory_efficient_attention",
     )
 
+    @property
+    def num_condition_images(self):
+        """Images whose latents follow the noisy ones: 1, the original, or 2, with a reference."""
+        return self.in_channels // self.out_channels - 1
+
     def init_weights(self, rng):
         """Random float32 parameters of this configuration. rng: a PRNG key."""
         inputs, options = self.example_inputs()
