@@ -15,8 +15,9 @@ With the demo's model and data, in two minutes on a CPU:
 Each shard of images gives a shard of latents with the same name and rows. `original_image` is the
 mode of the VAE's posterior, `edited_image` its mean and standard deviation, both for the image and
 for its mirror image, in float16, 49 kB per pair at 256 pixels. `edit_prompt` is copied with all
-instructions of a pair. With --cache_masks, `mask` is the mask at the latents' size. Images are
-cropped to the central square. Training draws new samples of the edited images' latents in every
+instructions of a pair. With --cache_masks, `mask` is the mask at the latents' size. With
+--cache_references, `reference_image` is the mode of the reference image. Images are cropped to the
+central square. Training draws new samples of the edited images' latents in every
 step, as without the cache. Undecodable pairs are logged and stored as nulls; training replaces them
 as usual.
 
@@ -60,6 +61,8 @@ class Config:
     edit_prompt_column: str = ""  # one or several instructions; "": likewise
     cache_masks: bool = False  # also store masks, for training with --mask_loss_weight
     mask_column: str = ""  # with cache_masks: masks; "": mask_img, mask_image or mask
+    cache_references: bool = False  # also store reference images, for UNets that take two images
+    reference_image_column: str = ""  # with cache_references: their column; "": reference_image
     # only the shards with the first N pairs of each directory; default: all
     max_train_samples: Annotated[int, AtLeast(1)] | None = None
     resolution: Annotated[int, AtLeast(1)] = 256  # side of the square images, pixels
@@ -81,6 +84,9 @@ def run(config):
     """Write the latents of all pairs."""
     if config.mask_column and not config.cache_masks:
         raise ValueError(f"--mask_column {config.mask_column} goes with --cache_masks; add it")
+    if config.reference_image_column and not config.cache_references:
+        column = config.reference_image_column
+        raise ValueError(f"--reference_image_column {column} goes with --cache_references; add it")
     vae_flag = {"pretrained_vae_model_name_or_path": "vae"}
     config = with_single_files(config, "pretrained_model_name_or_path", **vae_flag)
     shards = "*.parquet" if len(config.train_data_dir) == 1 else "**/*.parquet"
@@ -88,7 +94,7 @@ def run(config):
     write_latents(
         config,
         config.output_dir,
-        chosen_columns(config, config.cache_masks),
+        chosen_columns(config, config.cache_masks, config.cache_references),
         config.batch_size,
         config.overwrite_output_dir,
     )

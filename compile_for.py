@@ -167,12 +167,15 @@ def train_program(config, devices):
         del frozen["vae"]
         C, factor = models.vae.latent_channels, 2 ** (len(models.vae.block_out_channels) - 1)
         size = (n, B, H // factor, W // factor)
-        batch["original_latents"] = struct((*size, C), jnp.float16)
-        batch["edited_latents"] = struct((*size, 2 * C), jnp.float16)
+        image = struct((*size, C), jnp.float16)
+        moments = struct((*size, 2 * C), jnp.float16)
+        batch |= {"original_latents": image, "edited_latents": moments}
     else:
         size = (n, B, H, W)
-        images = struct((*size, 3), jnp.uint8)
-        batch |= {"original_pixel_values": images, "edited_pixel_values": images}
+        image = struct((*size, 3), jnp.uint8)
+        batch |= {"original_pixel_values": image, "edited_pixel_values": image}
+    if models.unet.num_condition_images == 2:
+        batch |= {"reference_image": image, "has_reference": struct((n, B), bool)}
     if config.mask_loss_weight != 1:
         batch["mask"] = struct(size, jnp.uint8)
     frozen = frozen_shapes(frozen, devices)

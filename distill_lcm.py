@@ -106,6 +106,8 @@ class Config(TrainerFlags):
     original_image_column: str = ""  # original image; "": as in a known set, docs/data.md
     edited_image_column: str = ""  # edited image; "": likewise
     edit_prompt_column: str = ""  # one or several instructions; "": likewise
+    # second image of an edit, read by a UNet with 12 input channels; "": reference_image
+    reference_image_column: str = ""
     max_train_samples: Count | None = None  # use the first N pairs of each set only; None: all
     resolution: Count = 256  # side of the square training images, pixels
     # train at these sizes, WIDTHxHEIGHT, of about resolution² pixels; each pair gets the size
@@ -163,7 +165,7 @@ def predict(params, unet, x_t, timesteps, condition, text):
     added = {}
     if "pooled" in text:  # SDXL
         added["added_cond_kwargs"] = {"text_embeds": text["pooled"], "time_ids": text["time_ids"]}
-    x_in = jnp.concatenate((x_t, condition), axis=1)  # (B, 2C, h, w)
+    x_in = jnp.concatenate((x_t, condition), axis=1)  # (B, 2C, h, w), with references 3C
     output = unet.apply({"params": params}, x_in, timesteps, text["states"], **added).sample
     return output.astype(jnp.float32)
 
@@ -230,7 +232,8 @@ def consistency_loss(lora, frozen, teacher, x_0, condition, text, noise, timeste
         frozen: as for distill_step.
         teacher: Teacher.
         x_0: scaled latents of the edited image, (B, C, h, w) float32.
-        condition: unscaled latents of the original image, (B, C, h, w) float32.
+        condition: unscaled latents of the original image, (B, C, h, w) float32; with those of a
+            reference image (B, 2C, h, w).
         text: as from encode_text.
         noise: standard normal, (B, C, h, w) float32.
         timesteps: (B,), of the grid of the teacher's steps.

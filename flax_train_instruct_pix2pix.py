@@ -78,7 +78,8 @@ class Config:
 
     # model; on resume, directories may change but not the weights in them
     pretrained_model_name_or_path: str  # pipeline directory, hub id or file
-    # UNet with 8 input channels, such as create_modified_unet.py's: directory, hub id or file
+    # create_modified_unet.py's with 8 input channels, or 12 for a reference image too: directory,
+    # hub id or file
     unet_model_name_or_path: str = ""
     # another VAE, directory, hub id or file; "": the model's own
     pretrained_vae_model_name_or_path: str = ""
@@ -99,6 +100,8 @@ class Config:
     # masks, white where an image may change; read for mask_loss_weight; "": mask_img, mask_image or
     # mask
     mask_column: str = ""
+    # second image of an edit, read by a UNet with 12 input channels; "": reference_image
+    reference_image_column: str = ""
     max_train_samples: Count | None = None  # use the first N pairs of each set only; None: all
     resolution: Count = 256  # side of the square training images, pixels
     # sizes WIDTHxHEIGHT of about resolution² pixels; a pair gets the nearest aspect ratio; for one
@@ -133,7 +136,8 @@ class Config:
     prediction: Literal["flow"] | None = None
     # loss inside the mask relative to outside; 1: no masks are read
     mask_loss_weight: Positive = 1.0
-    # probability of dropping the text; the same for the image, and for both; at most 1/3; 0: off
+    # probability of dropping the text; the same for the image, for both, and for the reference
+    # alone; at most 1/3, with references 1/4; 0: off
     conditioning_dropout_prob: Annotated[float, Between(0, 1 / 3)] = 0.05
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; weights stay float32
     gradient_checkpointing: bool = False  # less memory, slower
@@ -189,24 +193,29 @@ class Config:
     process_id: int | None = None  # index of this process, from 0
 
 
-def conditioning_dropout(keys, text, null_text, image_latents, rate):
+def conditioning_dropout(keys, text, null_text, image_latents, rate, num_images=1):
     """Drop text, image or both, so that one network learns all branches of the guidance.
 
     For one uniform number u per sample, text is dropped if u < rate, text and image if
-    rate <= u < 2 rate, the image if 2 rate <= u < 3 rate.
+    rate <= u < 2 rate, the image if 2 rate <= u < 3 rate. A reference image is dropped with the
+    image, and alone if 3 rate <= u < 4 rate, so that edits without one work and guidance can weigh
+    it.
 
     Args:
         keys: one PRNG key per sample, (B, ...).
         text: the text encoder's outputs, {"states": (B, T, D)}; for SDXL also "pooled" (B, P) and
             "time_ids" (B, 6).
         null_text: replaces dropped text, (1, ...) each; entries missing here are never dropped.
-        image_latents: unscaled latents of the original image, (B, C, h, w).
-        rate: probability of each of the three cases, in [0, 1/3]; 0 disables dropout.
+        image_latents: unscaled latents of the original image, (B, C, h, w), or of the original and
+            the reference image, (B, 2C, h, w).
+        rate: probability of each case, in [0, 1/3], with references in [0, 1/4]; 0 disables
+            dropout.
+        num_images: 1, or 2 with references.
 
     Returns:
         (text, image_latents) with dropped text replaced by null_text and dropped latents by zeros.
 
-    Source: InstructPix2Pix (arXiv 2211.09800), section 3.2.1.
+    Source: InstructPix2Pix (arXiv 2211.09800), section 3.2.1; the case of the reference is ours.
     """
     u = jax.vmap(jax.random.uniform)(keys)  # (B,)
     drop_text = u < 2 * rate
@@ -219,7 +228,13 @@ def conditioning_dropout(keys, text, null_text, image_latents, rate):
         return jnp.where(mask, null_text[name], x)
 
     text = {name: drop(name, x) for name, x in text.items()}
-    return text, jnp.where(drop_image[:, None, None, None], 0, image_latents)
+    image_latents = jnp.where(drop_image[:, None, None, None], 0, image_latents)
+    if num_images == 2:
+        drop_reference = (u >= 3 * rate) & (u < 4 * rate)
+        image, reference = jnp.split(image_latents, 2, axis=1)
+        reference = jnp.where(drop_reference[:, None, None, None], 0, reference)
+        image_latents = jnp.concatenate((image, reference), axis=1)
+    return text, image_latents
 
 
 def diffusion_loss(
@@ -240,11 +255,12 @@ def diffusion_loss(
 
     Args:
         params: the UNet's parameters.
-        unet: FlaxUNet2DConditionModel with in_channels 2C.
+        unet: FlaxUNet2DConditionModel with in_channels 2C; 3C with a reference image.
         scheduler, scheduler_state: FlaxDDPMScheduler and its state; for CosXL
             FlaxEDMTrainingScheduler.
         x_0: scaled latents of the edited image, (B, C, h, w) float32.
-        condition: unscaled latents of the original image, (B, C, h, w); for CosXL scaled.
+        condition: unscaled latents of the original image, (B, C, h, w), or of the original and the
+            reference image, (B, 2C, h, w); for CosXL scaled.
         text: as for conditioning_dropout.
         noise: standard normal, (B, C, h, w) float32.
         timesteps: (B,) of scheduler.draw_timesteps.
@@ -265,7 +281,7 @@ def diffusion_loss(
     target = noise
     if getattr(scheduler.config, "prediction_type", "flow") != "epsilon":
         target = scheduler.get_velocity(scheduler_state, x_0, noise, timesteps)
-    x_in = jnp.concatenate((x_t, condition), axis=1)  # (B, 2C, h, w)
+    x_in = jnp.concatenate((x_t, condition), axis=1)  # (B, 2C or 3C, h, w)
     added = {}
     if "pooled" in text:  # SDXL
         added["added_cond_kwargs"] = {"text_embeds": text["pooled"], "time_ids": text["time_ids"]}
@@ -353,9 +369,10 @@ def train_step(
         x_0 = (mean + std * normal(posterior_keys)) * models.vae.config.scaling_factor
         x_0, condition, noise = (
             jnp.transpose(x, (0, 3, 1, 2)) for x in (x_0, condition, normal(noise_keys))
-        )  # (B, C, h, w)
+        )  # (B, C, h, w); condition with a reference image (B, 2C, h, w)
+        num_images = condition.shape[1] // x_0.shape[1]
         text, condition = conditioning_dropout(
-            dropout_keys, text, frozen["null_text"], condition, dropout_rate
+            dropout_keys, text, frozen["null_text"], condition, dropout_rate, num_images
         )
         timesteps = models.scheduler.draw_timesteps(timestep_keys)
 

@@ -52,6 +52,7 @@ from diffusers_flax.data.mixture import first_metadata
 from diffusers_flax.data.options import Columns
 from diffusers_flax.data.pairs import check_pair, write_pairs
 from diffusers_flax.data.shards import (
+    REFERENCE,
     Cells,
     Pair,
     RowGroup,
@@ -78,6 +79,7 @@ class Config(PairsFlags):
     edited_image_column: str = ""  # image after the edit; "": likewise
     edit_prompt_column: str = ""  # instruction or several; "": likewise
     mask_column: str = ""  # masks, checked if there are any; "": mask_img, mask_image or mask
+    reference_image_column: str = ""  # second images, likewise; "": reference_image
     # rows to decode, sampled over all row groups; 0: all rows
     num_checked: Annotated[int, AtLeast(0)] = 2000
     report: str = ""  # count faults of the checked pairs; image file for examples of each
@@ -100,7 +102,7 @@ def check_flags(config: Config) -> None:
         )
     unused, other = PAIRS_FLAGS, "--pairs"
     if config.pairs:
-        unused = (*COLUMN_FLAGS, "mask_column")
+        unused = (*COLUMN_FLAGS, "mask_column", "reference_image_column")
         other = "--train_data_dir; --pairs finds columns by their names"
         if "://" in config.pairs:
             raise ValueError(f"--pairs {config.pairs} is a URL; download it with script.py first")
@@ -138,6 +140,7 @@ def describe_shards(groups: list[RowGroup]) -> str:
     shards = {group.path: group.metadata for group in groups}
     schema = next(iter(shards.values())).schema.to_arrow_schema()
     roles = {groups[0].mask_column: "mask, read for --mask_loss_weight"}
+    roles[groups[0].reference_column] = "reference image, read by a UNet that takes two images"
     roles |= dict(zip(groups[0].columns, ("original image", "edited image", "prompt")))
     columns = []
     for field in schema:
@@ -191,10 +194,11 @@ def sample_rows(groups: list[RowGroup], num_checked: int) -> list[tuple[RowGroup
 
 
 def draw_preview(pairs: list[Pair], resolution: int) -> Image.Image:
-    """Draw pairs as (original, edited) with the prompt below, in a grid."""
+    """Draw pairs as (original, reference if any, edited) with the prompt below, in a grid."""
     tiles = []
     for pair in pairs:
-        decoded = (decode_image(data, (2 * resolution,) * 2) for data in pair[:2])
+        images = filter(None, (pair.original, pair.reference, pair.edited))
+        decoded = (decode_image(data, (2 * resolution,) * 2) for data in images)
         squares = (crop_image(pixels, (resolution,) * 2, "lanczos") for pixels in decoded)
         text = choose_instruction(pair.instruction, 0)
         tiles.append(captioned(list(map(Image.fromarray, squares)), text, max_lines=2))
@@ -210,10 +214,13 @@ def describe_and_preview(config: Config) -> None:
     """
     names = (getattr(config, name) for name in COLUMN_FLAGS)
     mask, shard = config.mask_column, first_metadata(config.train_data_dir)
-    if shard and not mask:
+    reference = config.reference_image_column
+    if shard:
         schema = shard.schema.to_arrow_schema()
-        mask = find_mask_column(schema, config.train_data_dir, missing_ok=True)
-    groups = list_row_groups(config.train_data_dir, Columns(*names, mask=mask or None))
+        mask = mask or find_mask_column(schema, config.train_data_dir, missing_ok=True)
+        reference = reference or (REFERENCE if REFERENCE in schema.names else "")
+    columns = Columns(*names, mask=mask or None, reference_image=reference or None)
+    groups = list_row_groups(config.train_data_dir, columns)
     if latents_metadata(groups[0].metadata):
         raise ValueError(
             f"--train_data_dir {config.train_data_dir} contains latents; name the directory of the "

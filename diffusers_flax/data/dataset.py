@@ -58,6 +58,8 @@ class ParquetImagePairs(StoredPairs):
 
     With micro_conditioning also `time_ids`, float32 (B, 6), see `decoding.decode_pair`. With masks
     also `mask`, uint8 (B, R, R) or (B, h, w), 255 where the image may change, 0 without a mask.
+    With reference images also `reference_image`, like the original images or their latents, and
+    `has_reference`, bool (B,); a row without one is 0.
 
     Order: an epoch has parts (the greatest common divisor of the global batch size and MAX_PARTS;
     with sizes 1), and a global batch concatenates equal slices of them. If all processes have the

@@ -39,6 +39,7 @@ class Decoding:
     transform: Transform
     latents: dict | None  # latents_metadata of the shards; None: they have images
     masks: bool  # batches have masks; zeros for pairs without one
+    references: bool  # batches have reference images; likewise
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
@@ -83,6 +84,10 @@ class Decoding:
             shapes = dict(zip(LATENTS, ((height, width, C), (height, width, 2 * C))))
             dtype = np.float16
         batch = {name: np.empty((batch_size, *shape), dtype) for name, shape in shapes.items()}
+        if self.references:
+            original, _ = batch.values()
+            batch["reference_image"] = np.empty_like(original)
+            batch["has_reference"] = np.empty(batch_size, bool)
         if self.transform.micro_conditioning:
             batch["time_ids"] = np.empty((batch_size, 6), np.float32)
         if self.masks:
@@ -123,7 +128,21 @@ class Decoding:
             batch["mask"][place] = mask[:, ::-1] if flip else mask
         elif self.masks:
             place_mask(pair, batch["mask"][place], time_ids, transform.resample, crop, flip)
+        if self.references:
+            batch["has_reference"][place] = pair.reference is not None
+            self._place_reference(pair.reference, batch["reference_image"][place], crop, flip)
         return choose_instruction(pair.instruction, draw[2])
+
+    def _place_reference(
+        self, data: bytes | None, out: np.ndarray, crop: float, flip: bool
+    ) -> None:
+        """Decode a reference image, of any aspect ratio, or copy its latents; without one 0."""
+        if data is None:
+            out[:] = 0
+        elif self.latents:
+            out[:] = np.frombuffer(data, np.float16).reshape(2, *out.shape)[int(flip)]
+        else:
+            place_image(data, out, self.transform.resample, crop, flip, "reference_image")
 
 
 def crop_position(draw: float, transform: Transform) -> float:
@@ -165,27 +184,43 @@ def decode_pair(
         raise ValueError("edit_prompt: null")
     stored = []
     for data, pixels, name in zip(pair[:2], out, names):
-        if data is None:
-            raise ValueError(f"{name}: no image bytes in the shard")
-        shape = pixels.shape[:2]
-        try:
-            min_shape = shape if resample == "dct" else (2 * shape[0], 2 * shape[1])
-            decoded = decode_image(data, min_shape, out=pixels)
-            cropped = crop_image(decoded, shape, resample, crop)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        decoded = place_image(data, pixels, resample, crop, flip, name)
         is_jpeg = data.startswith(JPEG_START)  # which may be decoded at a half of its size or less
-        stored.append(encoded_size(data) if is_jpeg else decoded.shape[1::-1])
-        if flip:
-            for c in range(3):  # five times faster than all channels at once
-                pixels[..., c] = cropped[:, ::-1, c]
-        else:
-            pixels[:] = cropped
+        stored.append(encoded_size(data) if is_jpeg else decoded[::-1])
     check_one_shape(names[0], stored[0], names[1], stored[1])
-    height, width = scaled_shape(*decoded.shape[:2], shape)
+    shape = out[1].shape[:2]
+    height, width = scaled_shape(*decoded, shape)
     top, left = crop_corner(height, width, shape, crop)
     lefts = (left, width - shape[1] - left)
     return np.array([(*stored[1][::-1], top, x, *shape) for x in lefts], np.float32)
+
+
+def place_image(
+    data: bytes | None, out: np.ndarray, resample: str, crop: float, flip: bool, name: str
+) -> tuple[int, int]:
+    """Decode an image into out, scaled, cropped and flipped; arguments as for decode_pair.
+
+    Returns:
+        Height and width before the crop, as decoded.
+
+    Raises:
+        ValueError: it is missing or cannot be decoded; name: its name in the error.
+    """
+    if data is None:
+        raise ValueError(f"{name}: no image bytes in the shard")
+    shape = out.shape[:2]
+    try:
+        min_shape = shape if resample == "dct" else (2 * shape[0], 2 * shape[1])
+        decoded = decode_image(data, min_shape, out=out)
+        cropped = crop_image(decoded, shape, resample, crop)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if flip:
+        for c in range(3):  # five times faster than all channels at once
+            out[..., c] = cropped[:, ::-1, c]
+    else:
+        out[:] = cropped
+    return decoded.shape[:2]
 
 
 def place_mask(

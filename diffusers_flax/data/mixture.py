@@ -56,7 +56,7 @@ class Mixture:
         weights: above 0, one per directory; (): the numbers of pairs.
         batch_size: pairs per batch of this process.
         columns: a name applies to the sets that have this column; other sets use known names. With
-            masks at least one set must have them.
+            masks or reference images at least one set must have them.
         transform: without sizes.
         seed: at least 0.
         processes, reading: see options.py.
@@ -89,7 +89,13 @@ class Mixture:
         check_sets(train_data_dirs, weights, transform.sizes)
         self.sets = [
             StoredPairs(
-                directory, own, transform, processes, reading, masks=columns.mask is not None
+                directory,
+                own,
+                transform,
+                processes,
+                reading,
+                masks=columns.mask is not None,
+                references=columns.reference_image is not None,
             )
             for directory, own in zip(train_data_dirs, columns_of_sets(train_data_dirs, columns))
         ]
@@ -260,7 +266,8 @@ def check_sets(
 
 
 def columns_of_sets(train_data_dirs: Sequence[str], columns: Columns) -> list[Columns]:
-    """Columns of each set: the names that it has, "" to find a known name, None without masks.
+    """Columns of each set: the names that it has, "" to find a known name, None without masks or
+    reference images.
 
     A name that no set has goes to all sets, so that opening the first raises the error.
     """
@@ -275,7 +282,10 @@ def columns_of_sets(train_data_dirs: Sequence[str], columns: Columns) -> list[Co
         if mask is not None and is_known and mask not in own:
             mask = "" if own & mask_names else None
         of_pairs = (name if name in own or name not in all_names else "" for name in given)
-        all_columns.append(Columns(*of_pairs, mask))
+        reference = columns.reference_image
+        if reference in all_names - own:
+            reference = None
+        all_columns.append(Columns(*of_pairs, mask, reference))
     return all_columns
 
 

@@ -22,6 +22,7 @@ class Columns:
     edited_image: str = ""
     edit_prompt: str = ""  # the instruction, or a list of several to draw from
     mask: str | None = None  # "": one of shards.MASK_COLUMNS; None: masks are not read
+    reference_image: str | None = None  # a second image of the edit; None: it is not read
 
 
 @dataclass(frozen=True)

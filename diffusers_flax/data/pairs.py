@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from diffusers_flax.data.decoding import IMAGE_NAMES, decode_pair, place_mask
+from diffusers_flax.data.decoding import IMAGE_NAMES, decode_pair, place_image, place_mask
 from diffusers_flax.data.images import decode_mask, encoded_size
-from diffusers_flax.data.lists import CAPTIONS, IMAGES, list_rows, raise_problems
+from diffusers_flax.data.lists import CAPTIONS, IMAGES, READ, list_rows, raise_problems
 from diffusers_flax.data.options import num_usable_cores
 from diffusers_flax.data.shards import Pair
 from diffusers_flax.data.writing import (
@@ -37,11 +37,11 @@ from diffusers_flax.messages import one_line
 
 IMAGE_DIRS = dict(zip(IMAGES, ("original", "edited")))  # in a directory of pairs
 CAPTION_FILES = ("captions.jsonl", "captions.csv")  # in a directory of pairs, one of these
-FILES = {"original": "original_image", "edited": "edited_image", "mask": "mask"}  # role: key
+FILES = dict(zip(("original", "edited", "mask", "reference"), READ))  # role: key
 
 
 def files_of(pair: dict) -> dict[str, Path]:
-    """The image files of a row: original, edited and, if it has one, the mask."""
+    """The image files of a row: original, edited and, if it has them, mask and reference."""
     return {role: pair[key] for role, key in FILES.items() if pair[key]}
 
 
@@ -77,7 +77,7 @@ def list_pairs(
             f"{'/, '.join(IMAGE_DIRS.values())}/ and {' or '.join(CAPTION_FILES)}"
         )
     required = (*(["file_name"] if in_folders else IMAGES), "edit_prompt")
-    optional = (*CAPTIONS, "mask")
+    optional = (*CAPTIONS, "mask", "reference_image")
     rows, problems = list_rows(f"--pairs {file}", file, required, optional, max_pairs)
     if not in_folders:
         return file, rows, problems
@@ -107,13 +107,16 @@ def check_pair(pair: Pair, names: tuple[str, str] = IMAGE_NAMES) -> None:
     pixels = np.empty((2, 16, 16, 3), np.uint8)  # small, but JPEGs are still read to their end
     time_ids = decode_pair(pair, pixels, "bicubic", 0.5, False, names)
     place_mask(pair, pixels[0, :, :, 0], time_ids, "bicubic", 0.5, False)
+    if pair.reference is not None:
+        place_image(pair.reference, pixels[0], "bicubic", 0.5, False, "reference_image")
 
 
 def problem_of(row: dict) -> str:
     """What is wrong with the images of a row; "": nothing."""
     try:
-        original, edited, mask = (row[key] and row[key].read_bytes() for key in FILES.values())
-        pair = Pair(original, edited, row["edit_prompt"], mask=mask)
+        images = (row[key] and row[key].read_bytes() for key in READ)
+        original, edited, mask, reference = images
+        pair = Pair(original, edited, row["edit_prompt"], mask=mask, reference=reference)
         check_pair(pair, (row["original_image"], row["edited_image"]))
         if mask and decode_mask(mask).max() < 128:
             raise ValueError(f"{row['mask']} has no white, so nothing may change; paint it")
@@ -158,8 +161,9 @@ def write_pairs(source: Path, output_dir: Path, options) -> str:
         training = [pair for pair, is_chosen in zip(pairs, chosen) if not is_chosen]
         held_out = [pair for pair, is_chosen in zip(pairs, chosen) if is_chosen]
     schema = SCHEMA
-    if any(pair["mask"] for pair in training):
-        schema = schema.append(pa.field("mask_image", IMAGE))
+    for role in ("mask", "reference"):
+        if any(pair[FILES[role]] for pair in training):
+            schema = schema.append(pa.field(f"{role}_image", IMAGE))
 
     def rows():
         for pair in tqdm(training, "writing shards", unit="pair", disable=None):

@@ -72,6 +72,7 @@ class StoredPairs:
         train_data_dir: directory of *.parquet files, or a URL, see streaming.list_files.
         columns, transform, processes, reading: see options.py.
         masks: batches have masks; zeros if columns.mask is None.
+        references: batches have reference images; none if columns.reference_image is None.
 
     Attributes:
         groups: the row groups of this process's directory.
@@ -97,12 +98,18 @@ class StoredPairs:
         processes: Processes,
         reading: Reading,
         masks: bool = False,
+        references: bool = False,
     ):
         self.train_data_dir, self.processes, self.reading = train_data_dir, processes, reading
         try:
             self.groups = list_row_groups(train_data_dir, columns)
             self.latents = latents_metadata(self.groups[0].metadata)
-            self.decoding = Decoding(transform, self.latents, masks or columns.mask is not None)
+            self.decoding = Decoding(
+                transform,
+                self.latents,
+                masks or columns.mask is not None,
+                references or columns.reference_image is not None,
+            )
             for group in self.groups:
                 self.decoding.check(group)
         except BaseException:

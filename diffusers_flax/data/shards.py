@@ -25,6 +25,7 @@ from diffusers_flax.messages import first_names, one_line
 
 MASK_COLUMNS = ("mask_img", "mask_image", "mask", "MASK_IMG")  # names of columns of masks
 MASK = "mask"  # column of shards of latents: uint8 (h, w), see decoding.reduce_mask
+REFERENCE = "reference_image"  # usual column of reference images, and of their latents
 TIME_IDS = "time_ids"  # column of shards of latents: float32 (2, 6), see decode_pair
 LATENTS = b"latents"  # metadata key of shards by cache_latents.py: how their latents were made
 UNFINISHED_DIR = ".unfinished"  # subdirectory; marks an incomplete directory of shards
@@ -40,6 +41,7 @@ class Pair(NamedTuple):
     instruction: str | tuple[str, ...] | None
     time_ids: bytes | None = None  # of shards of latents
     mask: bytes | None = None  # encoded image, see RowGroup
+    reference: bytes | None = None  # likewise, or its latents
 
 
 class RowGroup(NamedTuple):
@@ -52,6 +54,7 @@ class RowGroup(NamedTuple):
     first_row: int  # row of the shard at which it starts
     num_rows: int
     mask_column: str = ""  # "": masks are not read
+    reference_column: str = ""  # "": reference images are not read
 
 
 class Cells(NamedTuple):
@@ -95,11 +98,15 @@ def list_row_groups(
                     "in another directory with cache_latents.py --cache_masks"
                 )
             mask = MASK if is_latents else find_mask_column(schema, path, columns.mask)
+        reference = columns.reference_image or ""
+        if reference:
+            check_column(schema, path, reference, "reference_image_column")
         first_row = 0
         for index in range(metadata.num_row_groups):
             num_rows = metadata.row_group(index).num_rows
             if num_rows:
-                groups.append(RowGroup(path, metadata, names, index, first_row, num_rows, mask))
+                place = path, metadata, names, index, first_row, num_rows
+                groups.append(RowGroup(*place, mask, reference))
             first_row += num_rows
     if not groups:
         raise ValueError(f"the shards in {train_data_dir} have 0 rows; name another directory")
@@ -147,10 +154,11 @@ def latents_metadata(metadata: pq.FileMetaData) -> dict | None:
 def source_columns(group: RowGroup) -> list[str]:
     """The columns of the dataset that are read, also if the row group contains their latents."""
     latents = latents_metadata(group.metadata)
-    columns, mask_column = group.columns, group.mask_column
+    columns, mask, reference = group.columns, group.mask_column, group.reference_column
     if latents is not None:
-        columns, mask_column = latents["columns"], latents.get("mask_column")
-    return [*columns, mask_column] if group.mask_column else [*columns]
+        columns, mask = latents["columns"], mask and latents.get("mask_column")
+        reference = reference and latents.get("reference_column")
+    return [*columns, *filter(None, (mask, reference))]
 
 
 def find_columns(
@@ -217,7 +225,7 @@ def read_row_group(group: RowGroup) -> Cells:
     Raises:
         ValueError: the data are damaged.
     """
-    names = [name for name in (*group.columns, group.mask_column) if name]
+    names = [*group.columns, *filter(None, (group.mask_column, group.reference_column))]
     names += [TIME_IDS] * (TIME_IDS in group.metadata.schema.names)
     return Cells(group, read_columns(group, names))
 
@@ -268,12 +276,14 @@ def pair_at(cells: Cells, position: int) -> Pair:
         is_complete = instruction and None not in instruction
         instruction = tuple(instruction) if is_complete else None
     has_ids, mask = TIME_IDS in cells.table.column_names, cells.group.mask_column
+    reference = cells.group.reference_column
     return Pair(
         image_at(cells, original, position),
         image_at(cells, edited, position),
         instruction,
         cells.table[TIME_IDS][position].as_py() if has_ids else None,
         image_at(cells, mask, position) if mask else None,
+        image_at(cells, reference, position) if reference else None,
     )
 
 

@@ -40,7 +40,12 @@ ROW_GROUP_BYTES = 32 << 20
 SHARD_BYTES = 256 << 20
 MANIFEST = "manifest.json"
 HELD_OUT_LIST = "edits.jsonl"
-HELD_OUT_DIRS = {"original": "original", "edited": "edited", "mask": "masks"}
+HELD_OUT_DIRS = {
+    "original": "original",
+    "edited": "edited",
+    "mask": "masks",
+    "reference": "references",
+}
 HELD_OUT = (*HELD_OUT_DIRS.values(), HELD_OUT_LIST)
 COPIES = (
     "all pairs with the same original, byte by byte, are held out; copies of it that were saved "
@@ -170,12 +175,12 @@ def group_originals(keys: list[tuple]) -> np.ndarray:
 def write_held_out(
     pairs: Iterable[tuple[dict[str, tuple[str, bytes]], dict]], held_out_dir: Path
 ) -> str:
-    """Write pairs to original/, edited/ and masks/, and HELD_OUT_LIST for other programs.
+    """Write pairs to HELD_OUT_DIRS, and HELD_OUT_LIST for other programs.
 
     Paths in the list are relative to it; edit_cli.py writes results to results/.
 
     Args:
-        pairs: (images, texts): {"original", "edited" and maybe "mask": (suffix, bytes)}, and the
+        pairs: (images, texts): {role of HELD_OUT_DIRS: (suffix, bytes)}, and the
             texts "edit_prompt", "original_prompt" and "edited_prompt", the captions or None.
         held_out_dir: directory; files appear when all are complete.
 
@@ -186,7 +191,8 @@ def write_held_out(
     with move_when_complete(held_out_dir, HELD_OUT) as folder:
         for number, (images, texts) in enumerate(pairs):
             edit = {"edit": texts["edit_prompt"], "output": f"results/{number:05d}.png"}
-            for role, key in (("original", "input"), ("edited", "truth"), ("mask", "mask")):
+            for role in HELD_OUT_DIRS:
+                key = {"original": "input", "edited": "truth"}.get(role, role)
                 if role in images:
                     suffix, data = images[role]
                     edit[key] = f"{HELD_OUT_DIRS[role]}/{number:05d}{suffix}"

@@ -10,6 +10,7 @@ from diffusers_flax.data.buckets import size_name
 from diffusers_flax.data.dataset import ParquetImagePairs
 from diffusers_flax.data.mixture import Mixture
 from diffusers_flax.data.options import Columns, Reading, Transform
+from diffusers_flax.data.shards import REFERENCE
 from diffusers_flax.training.flags import check_schedules, chosen_columns, chosen_sizes
 from diffusers_flax.training.latents import latent_dirs, write_latents
 from diffusers_flax.training.models import is_sdxl, mixed_precision_dtype, open_modules
@@ -22,13 +23,15 @@ MAX_STEPS_IN_FLIGHT = 2  # steps by which the host may be ahead of the devices; 
 def open_dataset(config):
     """Open --train_data_dir, or --cache_latents after writing its missing shards."""
     directories = config.train_data_dir
-    columns = chosen_columns(config, masks=config.mask_loss_weight != 1)
+    models = open_modules(config, mixed_precision_dtype(config))  # errors before hours of encoding
+    has_references = models.unet.num_condition_images == 2
+    columns = chosen_columns(config, config.mask_loss_weight != 1, has_references)
     if config.cache_latents:
-        open_modules(config, mixed_precision_dtype(config))  # errors before hours of encoding
         write_latents(config, config.cache_latents, columns)
         wait_for_all("latents are cached")
         directories = latent_dirs(config.train_data_dir, config.cache_latents)
-        columns = Columns(mask=columns.mask and "")  # latents have columns of known names
+        reference = REFERENCE if has_references else None
+        columns = Columns(mask=columns.mask and "", reference_image=reference)  # known names
     options = dict(
         batch_size=config.train_batch_size // jax.process_count(),
         columns=columns,

@@ -10,6 +10,7 @@ from typing import Any
 from diffusers_flax.data.buckets import bucket_sizes
 from diffusers_flax.data.mixture import check_sets
 from diffusers_flax.data.options import Columns
+from diffusers_flax.data.shards import REFERENCE
 from diffusers_flax.loading.directories import INDEX_NAME, LORA_FILE
 from diffusers_flax.training.ema import ema_plan
 
@@ -44,6 +45,7 @@ class TrainerFlags:
     """
 
     pretrained_vae_model_name_or_path = mask_column = cache_latents = profile_steps = ""
+    conditioning_dropout_prob = 0.0
     config_name_or_path = revision = variant = num_train_epochs = storage = hub_model_id = None
     prediction = coordinator_address = num_processes = process_id = ema_snapshot_steps = None
     validation_guidance_scale = validation_image_guidance_scale = snr_gamma = None
@@ -76,13 +78,20 @@ def profiled_steps(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def chosen_columns(config: Any, masks: bool) -> Columns:
-    """The columns that flags choose; masks: read masks, too."""
+def chosen_columns(config: Any, masks: bool, references: bool) -> Columns:
+    """The columns that flags choose; masks, references: read these, too."""
+    reference = config.reference_image_column
+    if reference and not references:
+        raise ValueError(
+            f"{flag(config, 'reference_image_column')} needs a UNet with 12 input channels, from "
+            "create_modified_unet.py --num_images 2"
+        )
     return Columns(
         config.original_image_column,
         config.edited_image_column,
         config.edit_prompt_column,
         mask=config.mask_column if masks else None,
+        reference_image=(reference or REFERENCE) if references else None,
     )
 
 

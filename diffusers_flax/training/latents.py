@@ -17,13 +17,14 @@ from tqdm import tqdm
 
 from diffusers_flax.command_line import check_writable
 from diffusers_flax.data.buckets import SIZE, end_checksum, nearest_sizes, stored_sizes
-from diffusers_flax.data.decoding import decode_pair, place_mask, reduce_mask
+from diffusers_flax.data.decoding import decode_pair, place_image, place_mask, reduce_mask
 from diffusers_flax.data.mixture import check_sets, columns_of_sets, distinct_names
 from diffusers_flax.data.options import Reading, Transform, num_usable_cores
 from diffusers_flax.data.reading import MIN_ROWS_FOR_BAD_FRACTION, StoredPairs
 from diffusers_flax.data.shards import (
     LATENTS,
     MASK,
+    REFERENCE,
     TIME_IDS,
     image_at,
     latents_metadata,
@@ -50,6 +51,7 @@ from diffusers_flax.training.processes import all_processes
 logger = logging.getLogger(__name__)
 
 LATENT_COLUMNS = ("original_image", "edited_image", "edit_prompt", TIME_IDS)
+IMAGES = ("original_image", "edited_image", REFERENCE)  # columns of latents
 PIXELS_PER_BATCH = 8 * 256 * 256  # of original images, per device
 
 
@@ -57,60 +59,69 @@ def encoder_on(devices, vae, params):
     """Compile a program that encodes pairs and their mirror images.
 
     Returns:
-        (originals, edited), uint8 (B, H, W, 3) each -> (modes, moments), float16 on the devices:
-        modes of the original images (B, 2, h, w, C); means and standard deviations of the edited
-        images (B, 2, h, w, 2 C). Index 1 of axis 1 is the mirror image. B is a multiple of the
-        number of devices.
+        (originals, edited), or (originals, edited, references), uint8 (B, H, W, 3) each -> a list
+        of as many float16 arrays on the devices: modes of original and reference images
+        (B, 2, h, w, C); means and standard deviations of the edited images (B, 2, h, w, 2 C).
+        Index 1 of axis 1 is the mirror image. B is a multiple of the number of devices.
     """
     mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
     replicated, sharded = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("batch",)))
     params = jax.tree.map(lambda x: np.asarray(x, vae.dtype), params)
     params = jax.device_put(params, replicated)
 
-    def encode_pairs(params, originals, edited):
-        B = len(originals)
-        images = jnp.concatenate((originals, edited))
+    def encode_pairs(params, image_sets):
+        images = jnp.concatenate(image_sets)
         posterior = encode_images(vae, params, jnp.concatenate((images, images[:, :, ::-1])))
         mean, std = (
-            jnp.stack(jnp.split(x, 2), axis=1).astype(jnp.float16)  # (2 B, 2, h, w, C)
+            jnp.stack(jnp.split(x, 2), axis=1).astype(jnp.float16)  # (images, 2, h, w, C)
             for x in (posterior.mean, posterior.std)
         )
-        return mean[:B], jnp.concatenate((mean[B:], std[B:]), -1)
+        latents, stds = (jnp.split(x, len(image_sets)) for x in (mean, std))
+        latents[1] = jnp.concatenate((latents[1], stds[1]), -1)
+        return latents
 
     # shard_map, because XLA cannot partition encode_images' loop over images on CPUs.
     program = jax.jit(
         jax.shard_map(
             encode_pairs,
             mesh=mesh,
-            in_specs=(replicated.spec, sharded.spec, sharded.spec),
+            in_specs=(replicated.spec, sharded.spec),
             out_specs=sharded.spec,
             check_vma=False,
         )
     )
-    return lambda *images: program(params, *jax.device_put(images, sharded))
+    return lambda *images: program(params, jax.device_put(images, sharded))
 
 
-def decode_row(position, original, edited, cells, resample, factor):
-    """Decode a pair into two images (H, W, 3); an undecodable pair is stored without latents.
+def decode_row(position, original, edited, *references, cells, resample, factor):
+    """Decode a pair into images (H, W, 3); an undecodable pair is stored without latents.
 
     Returns:
         What is stored besides the latents, a dict; it has TIME_IDS if the pair is decodable. A bad
-        mask is stored as b"", and training with masks replaces the pair.
+        mask or reference is stored as b"", and training that reads it replaces the pair.
     """
     row, group = {}, cells.group
     try:
-        pair = pair_at(cells._replace(group=group._replace(mask_column="")), position)
+        of_pair = group._replace(mask_column="", reference_column="")
+        pair = pair_at(cells._replace(group=of_pair), position)
         row["edit_prompt"] = pair.instruction
         time_ids = decode_pair(pair, (original, edited), resample, 0.5, False)
-        row[TIME_IDS] = time_ids.tobytes()
+        row |= {TIME_IDS: time_ids.tobytes(), MASK: b"", REFERENCE: b""}
+        if group.reference_column:
+            data = image_at(cells, group.reference_column, position)
+            if data is None:
+                row[REFERENCE] = None
+            else:
+                place_image(data, references[0], resample, 0.5, False, "reference_image")
+                del row[REFERENCE]  # its latents are stored
         if group.mask_column:
-            row[MASK], mask = b"", np.empty(original.shape[:2], np.uint8)
+            mask = np.empty(original.shape[:2], np.uint8)
             pair = pair._replace(mask=image_at(cells, group.mask_column, position))
             place_mask(pair, mask, time_ids, resample, 0.5, False)
             row[MASK] = reduce_mask(mask, factor).tobytes()
     except ValueError as error:
         place = f"{group.path.name} row {group.first_row + position}"
-        lost = "its mask" if TIME_IDS in row else "latents"
+        lost = "it" if TIME_IDS in row else "latents"
         logger.warning("%s: %s; stored without %s", place, error, lost)
     return row
 
@@ -129,9 +140,9 @@ def write_shard(path, groups, metadata, config, encode, batch_size, count):
     text = pa.list_(pa.string()) if "list" in str(prompt_type) else pa.string()
     stored = metadata.get("sizes")  # (height, width) each
     sizes = stored or [(config.resolution,) * 2]
-    names = (*LATENT_COLUMNS, *[MASK] * bool(groups[0].mask_column), *[SIZE] * bool(stored))
-    images = dict.fromkeys(("original_image", "edited_image", TIME_IDS, MASK), pa.binary())
-    types = images | {"edit_prompt": text, SIZE: pa.int16()}
+    optional = {MASK: groups[0].mask_column, REFERENCE: groups[0].reference_column, SIZE: stored}
+    names = (*LATENT_COLUMNS, *(name for name in optional if optional[name]))
+    types = dict.fromkeys(names, pa.binary()) | {"edit_prompt": text, SIZE: pa.int16()}
     schema = pa.schema([(name, types[name]) for name in names], {LATENTS: json.dumps(metadata)})
     factor = sizes[0][0] // np.ravel(metadata["shape"])[0]
     size_of = np.zeros(sum(group.num_rows for group in groups), int)
@@ -147,7 +158,8 @@ def write_shard(path, groups, metadata, config, encode, batch_size, count):
                 of_size = np.flatnonzero(of_group == number).tolist()
                 for start in range(0, len(of_size), batch_size):
                     positions = of_size[start : start + batch_size]
-                    pixels = np.zeros((2, batch_size, *size, 3), np.uint8)
+                    num_images = 3 if group.reference_column else 2
+                    pixels = np.zeros((num_images, batch_size, *size, 3), np.uint8)
                     decoded = list(threads.map(decode, positions, *pixels))
                     yield group, number, positions, decoded, pixels
 
@@ -161,7 +173,7 @@ def write_shard(path, groups, metadata, config, encode, batch_size, count):
             for (group, number, positions, decoded, _), arrays, _ in batches:
                 for position, row, *latents in zip(positions, decoded, *map(np.asarray, arrays)):
                     if TIME_IDS in row:
-                        row |= dict(zip(LATENT_COLUMNS, (x.tobytes() for x in latents)))
+                        row = dict(zip(IMAGES, (x.tobytes() for x in latents))) | row
                     rows[position] = row | {SIZE: number}
                 count(decoded)
                 if len(rows) == group.num_rows:
@@ -281,7 +293,7 @@ def write_latents(config, output_dir, columns, batch_size=None, overwrite=False)
     Args:
         config: flags of cache_latents.py or of the trainer.
         output_dir: directory of the shards, see latent_dirs.
-        columns: Columns, with masks if these are also stored.
+        columns: Columns, with masks and reference images if these are also stored.
         batch_size: pairs per device; None: PIXELS_PER_BATCH pixels of original images.
         overwrite: replace shards of latents that were made with other settings.
 

@@ -108,29 +108,39 @@ def encode_batch(batch, frozen, models):
         batch: {"input_ids"} integers (B, T), for SDXL (B, 2, T) and {"time_ids"} (B, 6); and either
             {"original_pixel_values", "edited_pixel_values"} uint8 (B, R, R, 3), or from
             cache_latents.py {"original_latents"} (B, h, w, C), {"edited_latents"} (B, h, w, 2 C).
-            A "mask", see diffusion_loss, is not encoded.
+            Maybe {"reference_image"}, like the original image or its latents, and
+            {"has_reference"} bool (B,). A "mask", see diffusion_loss, is not encoded.
         frozen: {"vae", "text_encoder"} parameters; cached latents need no "vae".
         models: Models.
 
     Returns:
         (mean, std, condition, text): mean and std of the edited images' posterior; the mode of the
-        original images' posterior times models.condition_scale; float32 (B, h, w, C). text as from
-        encode_text.
+        original images' posterior times models.condition_scale; float32 (B, h, w, C). With
+        references their modes, or zeros without a reference, follow in condition, (B, h, w, 2 C).
+        text as from encode_text.
     """
-
-    def scaled(mode):
-        return mode if models.condition_scale == 1 else mode * models.condition_scale
 
     text = encode_text(
         models.text_encoder, frozen["text_encoder"], batch["input_ids"], batch.get("time_ids")
     )
+    references = [batch["reference_image"]] if "reference_image" in batch else []
     if "edited_latents" in batch:
         mean, std = jnp.split(batch["edited_latents"].astype(jnp.float32), 2, axis=-1)
-        return mean, std, scaled(batch["original_latents"].astype(jnp.float32)), text
-    images = jnp.concatenate((batch["edited_pixel_values"], batch["original_pixel_values"]))
-    posterior = encode_images(models.vae, frozen["vae"], images)  # (2B, h, w, C)
-    B = len(images) // 2
-    return posterior.mean[:B], posterior.std[:B], scaled(posterior.mode()[B:]), text
+        conditions = [x.astype(jnp.float32) for x in (batch["original_latents"], *references)]
+    else:
+        images = batch["edited_pixel_values"], batch["original_pixel_values"], *references
+        posterior = encode_images(models.vae, frozen["vae"], jnp.concatenate(images))
+        B = len(images[0])
+        mean, std = posterior.mean[:B], posterior.std[:B]
+        conditions = jnp.split(posterior.mode()[B:], 1 + len(references))
+    if references:
+        # Without a reference zeros, as dropout has, and not the latents of a black image
+        has_reference = batch["has_reference"][:, None, None, None]
+        conditions[1] = jnp.where(has_reference, conditions[1], 0)
+    condition = jnp.concatenate(conditions, axis=-1)
+    if models.condition_scale != 1:
+        condition = condition * models.condition_scale
+    return mean, std, condition, text
 
 
 def load_models(config, dtype: Any):
@@ -242,10 +252,17 @@ def open_modules(config, dtype):
         )
     if scheduler.is_flow and config.snr_gamma is not None:
         raise ValueError("--snr_gamma weights other timesteps than a flow draws; leave it out")
-    if unet.in_channels != 2 * vae.latent_channels:
+    C = vae.latent_channels
+    if unet.in_channels not in (2 * C, 3 * C):
         raise ValueError(
             f"the UNet in {unet_source} has {unet.in_channels} input channels, InstructPix2Pix "
-            f"needs {2 * vae.latent_channels}; widen it with create_modified_unet.py"
+            f"needs {2 * C}, or with a reference image {3 * C}; widen it with "
+            "create_modified_unet.py"
+        )
+    if unet.in_channels == 3 * C and config.conditioning_dropout_prob > 1 / 4:
+        raise ValueError(
+            f"{flag(config, 'conditioning_dropout_prob')} must be at most 1/4 with a reference "
+            "image, which is the fourth case"
         )
     check_vae_family(config.pretrained_vae_model_name_or_path or source, vae, is_xl)
     pixels_per_latent({"unet": unet.config, "vae": vae.config}, config.resolution)

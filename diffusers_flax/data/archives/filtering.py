@@ -23,6 +23,7 @@ from diffusers_flax.data.faults import FaultFinder, Measured, measure
 from diffusers_flax.data.mixture import first_metadata
 from diffusers_flax.data.options import Columns
 from diffusers_flax.data.shards import (
+    REFERENCE,
     Cells,
     Pair,
     RowGroup,
@@ -88,7 +89,9 @@ def filter_shards(source: Path, output_dir: Path, choice: PairsFlags) -> str:
     groups, held_out = [], kept[:0]
     if choice.drop or choice.num_held_out:
         mask = find_mask_column(schemas[0], source, missing_ok=True) or None
-        groups = list_row_groups(str(source), Columns(mask=mask), "--pairs")
+        reference = REFERENCE if REFERENCE in schemas[0].names else None
+        columns = Columns(mask=mask, reference_image=reference)
+        groups = list_row_groups(str(source), columns, "--pairs")
         kept, held_out, more = find_faultless(groups, kept, choice)
         lines += more
     if not len(kept):
@@ -242,7 +245,8 @@ def images_and_texts(groups: list[RowGroup], rows: np.ndarray) -> Iterator[tuple
             captions = file.read_row_group(group.index, columns=names)
         for position in positions:
             pair = pair_at(cells, position)
-            images = {"original": pair.original, "edited": pair.edited, "mask": pair.mask}
+            images = {"original": pair.original, "edited": pair.edited}
+            images |= {"mask": pair.mask, "reference": pair.reference}
             texts = dict.fromkeys(CAPTIONS)
             texts |= {name: captions[name][position].as_py() for name in names}
             texts["edit_prompt"] = choose_instruction(pair.instruction, 0)
