@@ -4,6 +4,7 @@
     python edit_cli.py --model MODEL --input a.jpg b.jpg --edit "make it red" --output edited/
     python edit_cli.py --model MODEL --edits_jsonl edits.jsonl --batch_size 8 --grid grid.png
     python edit_cli.py --model MODEL --input in.png --mask mask.png --edit "make it red"
+    python edit_cli.py --model MODEL --input me.png --reference hat.png --edit "put this hat on him"
 
 The list has lines {"input": "a.jpg", "edit": "make it red", "output": "edited/a.png"} with paths
 relative to it; docs/data.md has the table of keys. A line may edit the output of another. With a
@@ -84,10 +85,12 @@ class EditFlags:
     edit: tuple[str, ...] = ()  # instructions: one per image, or one for all
     # image (.png, .jpg); several edits: a directory; default: next to each input
     output: Path | None = None
-    # lines {"input", "edit", "output"}, also "mask", instead of the three above
+    # lines {"input", "edit", "output"}, also "mask" and "reference", instead of these flags
     edits_jsonl: Path | None = None
     # images, white where an input may change: one per input, or one for all; default: everywhere
     mask: tuple[Path, ...] = ()
+    # images that a model with 12 input channels sees too: one per input, or one for all
+    reference: tuple[Path, ...] = ()
     # pixels inside of the white part, from its border, to fade the edit in
     mask_feather: Annotated[int, AtLeast(0)] = 0
     # denoising steps; default: the model's, or 50
@@ -104,7 +107,8 @@ class EditFlags:
     resolution: int | None = None  # pixels, longer side; default: the model's
     exact_size: bool = False  # a program for each size; default: similar shapes share one
     batch_size: Annotated[int, AtLeast(1)] = 1  # images per device at once
-    grid: Path | None = None  # image of the first 64 edits: before, after, true edit
+    # image of the first 64 edits: before, reference, after, true edit
+    grid: Path | None = None
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
 
 
@@ -114,10 +118,11 @@ class Config(ProcessFlags, DeviceFlags, PreviewFlags, SamplingFlags, EditFlags):
 
 
 def edits_of_flags(config):
-    """The edits of the flags input, edit, mask and output, as of read_edits."""
+    """The edits of the flags input, edit, mask, reference and output, as of read_edits."""
     if not (config.input and config.edit and all(map(str.strip, config.edit))):
         raise ValueError("--input and --edit must be given, or --edits_jsonl")
-    given = {name: getattr(config, name) for name in ("input", "edit", "mask")}
+    names = ("input", "edit", "mask", "reference")
+    given = {name: getattr(config, name) for name in names}
     edits = []
     for row in one_for_each(given):
         path, output = row["input"], config.output
@@ -127,21 +132,20 @@ def edits_of_flags(config):
             raise ValueError(f"--output {output} is one file for several edits; give a directory")
         elif len(config.input) > 1 or output.is_dir() or not output.suffix:
             output = output / f"{path.stem}.png"
-        edits.append(
-            {"image": path, "prompt": row["edit"], "output": output, "mask": row.get("mask")}
-        )
+        files = {"image": path, "mask": row.get("mask"), "reference": row.get("reference")}
+        edits.append(files | {"prompt": row["edit"], "output": output})
     return edits
 
 
 def before_after_grid(edits, sizes):
-    """A PIL image of the first edits: input, result, the true edit if known, and instruction.
+    """A PIL image of the first edits: input, reference, result, true edit, and instruction.
 
     sizes: of the results.
     """
     box = (GRID_IMAGE_SIZE, GRID_IMAGE_SIZE)
     tiles = []
     for edit, size in zip(edits[:GRID_IMAGES], sizes):
-        paths = filter(None, (edit.image, edit.output, edit.truth))
+        paths = filter(None, (edit.image, edit.reference, edit.output, edit.truth))
         before_after = (load_fitted(path, size) for path in paths)
         images = [ImageOps.contain(image, box) for image in before_after]
         tiles.append(captioned(images, edit.prompt))
@@ -151,7 +155,8 @@ def before_after_grid(edits, sizes):
 
 def run(config):
     """Check the flags, make the edits that are not made yet, and the grid."""
-    of_lines = [name for name in ("input", "edit", "output", "mask") if getattr(config, name)]
+    of_lines = ("input", "edit", "output", "mask", "reference")
+    of_lines = [name for name in of_lines if getattr(config, name)]
     if config.edits_jsonl and of_lines:
         raise ValueError(f"--edits_jsonl excludes --{of_lines[0]}; write it into the lines")
     if config.mask_feather and not (config.mask or config.edits_jsonl):

@@ -166,7 +166,8 @@ def make_tiny_pipeline(
 ):
     """Write a random pipeline of about 0.3M parameters, in about a second.
 
-    scheduler is a key of SCHEDULERS. in_channels: 8 for InstructPix2Pix, 4 for text to image.
+    scheduler is a key of SCHEDULERS. in_channels: 8 for InstructPix2Pix, 12 with a reference, 4 for
+    text to image.
     vae_channels are multiples of 8, one per level: three give latents of a quarter of the width,
     four an eighth, as in the real model. unet_channels are multiples of norm_num_groups. Returns
     the folder, a Path.
@@ -194,7 +195,7 @@ def make_tiny_pipeline(
     unet.save_pretrained(folder / "unet")
     write_index(
         folder,
-        _class_name=f"StableDiffusion{'InstructPix2Pix' if in_channels == 8 else ''}Pipeline",
+        _class_name=f"StableDiffusion{'InstructPix2Pix' * (in_channels in (8, 12))}Pipeline",
         feature_extractor=[None, None],
         requires_safety_checker=False,
         safety_checker=[None, None],
@@ -217,8 +218,9 @@ def make_tiny_xl(
 ):
     """Write a random SDXL pipeline, base or refiner, of about 0.5M parameters.
 
-    A refiner has no first text encoder and an aesthetic score. edits: an InstructPix2Pix model,
-    inpaints: one with 9 input channels; options: of the scheduler. Returns the folder, a Path.
+    A refiner has no first text encoder and an aesthetic score. edits: an InstructPix2Pix model, 2:
+    with a reference; inpaints: one with 9 input channels; options: of the scheduler. Returns the
+    folder, a Path.
     """
     folder = Path(folder)
     torch.manual_seed(seed)
@@ -243,7 +245,7 @@ def make_tiny_xl(
     )
     UNet2DConditionModel(
         sample_size=8,
-        in_channels=8 if edits else 9 if inpaints else 4,
+        in_channels=9 if inpaints else 4 * (1 + edits),
         block_out_channels=[16],
         down_block_types=["CrossAttnDownBlock2D"],
         up_block_types=["CrossAttnUpBlock2D"],

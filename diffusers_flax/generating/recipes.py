@@ -28,7 +28,7 @@ KEYWORD = "recipe"  # of the text chunk
 LIKE = "--like"
 CHECKSUMS = "sha256"  # entry of a recipe: {flag: checksum of its file, or of each of its files}
 MASKED = "masked"  # entry of a recipe: whether the page used a mask, which the recipe lacks
-INPUTS = ("input", "image", "mask", "control", "latents")  # flags of files
+INPUTS = ("input", "image", "mask", "reference", "control", "latents")  # flags of files
 FLAGS_OF_EDITS = {"edit": "prompt", "input": "image", "first_index": "index"}
 # Flags whose values may be files or directories of a model.
 OF_MODELS = ("model", "config_name_or_path", "unet", "refiner", "controlnet")
@@ -44,7 +44,7 @@ OF_LINES = ("prompt", "image", "mask", "control", "latents", "num_images", "prom
 REPLACED = {
     "requests_jsonl": OF_LINES,
     "prompts_file": ("prompt",),
-    "edits_jsonl": ("input", "edit", "mask", "first_index"),
+    "edits_jsonl": ("input", "edit", "mask", "reference", "first_index"),
 }
 MODEL_SUFFIXES = {*WEIGHTS_SUFFIXES, ".json", ".txt"}  # weights, configs and tokenizers
 

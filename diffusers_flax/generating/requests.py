@@ -101,6 +101,7 @@ class Request(ListedFlags):
     image_guidance_scale: float | None = None  # of edits; None: no edit
     index: int = 0  # of an edit: place in the list, on which the noise depends
     after: int | None = None  # place of the edit whose output is the image
+    reference: Path | None = None  # of an edit: a second image that the model sees
     truth: Path | None = None  # the true edit, for the grid
 
     @property
@@ -187,10 +188,10 @@ def read_edits(file, flag="edits_jsonl"):
     """Read a list of edits, see data/lists.py; flag: name of the file's flag, for errors.
 
     Returns:
-        List of {field of Request: value}: image, prompt, output, mask, after and truth.
+        List of {field of Request: value}: image, prompt, output, mask, reference, after and truth.
     """
-    names = ("original_image", "edit_prompt", "output")
-    rows = read_list(f"--{flag} {file}", file, names, ("mask", "edited_image"))
+    names, optional = ("original_image", "edit_prompt", "output"), ("mask", "reference_image")
+    rows = read_list(f"--{flag} {file}", file, names, (*optional, "edited_image"))
     places = {row["line"]: place for place, row in enumerate(rows)}
     return [
         {
@@ -198,6 +199,7 @@ def read_edits(file, flag="edits_jsonl"):
             "prompt": row["edit_prompt"],
             "output": row["output"],
             "mask": row["mask"],
+            "reference": row["reference_image"],
             "after": places.get(row["after"]),
             "truth": row["edited_image"],
         }
@@ -268,14 +270,15 @@ def checked_request(request, named):
 def files_read(request):
     """The files that a Request reads, without the output of another one."""
     image = request.image if request.after is None else None
-    return [*filter(None, (image, request.mask, request.latents)), *request.control]
+    files = image, request.mask, request.latents, request.reference
+    return [*filter(None, files), *request.control]
 
 
 # ------------------------------------------------------------ sizes
 
 
 def choose_sizes(requests, pipeline, exact_size):
-    """The sizes of images, (width, height); reads all images and masks, to check them.
+    """The sizes of images, (width, height); reads all images, also masks, to check them.
 
     Args:
         requests: list of Request.
@@ -285,7 +288,8 @@ def choose_sizes(requests, pipeline, exact_size):
     Returns:
         (sizes of the results, sizes of their programs).
     """
-    files = list(dict.fromkeys(x.input for x in requests if x.input and x.after is None))
+    files = [x.input for x in requests if x.input and x.after is None]
+    files = list(dict.fromkeys(files + [x.reference for x in requests if x.reference]))
     with ThreadPoolExecutor(NUM_LOADERS) as loaders:
         shapes = dict(zip(files, loaders.map(lambda file: load_image(file).size, files)))
     configs = {"unet": pipeline.unet.config, "vae": pipeline.vae.config}

@@ -118,7 +118,11 @@ def kind_of(request, size, prompts=None):
     options["timesteps"] = request.timesteps or None
     options = tuple((name, x) for name, x in options.items() if x is not None)
     given = request.latents is None, request.mask is None, len(request.control)
-    given += jax.tree.structure(prompts), *(x.shape for x in jax.tree.leaves(prompts))
+    given += (
+        request.reference is not None,
+        jax.tree.structure(prompts),
+        *(x.shape for x in jax.tree.leaves(prompts)),
+    )
     return Kind(size, request.task, options, given)
 
 
@@ -194,6 +198,9 @@ def check_call(models, kind):
     """
     pipeline, (width, height) = models.pipelines[kind.task], kind.size
     given = dict(kind.options, height=height, width=width, params={}, prng_seed=None)
+    *_, num_controls, has_reference = kind.given[:4]
+    if has_reference:
+        given["reference"] = True  # instead of an array
     call = inspect.signature(type(pipeline).__call__)
     bound = call.bind_partial(pipeline, **given, denoising_end=models.denoising_end)
     bound.apply_defaults()
@@ -203,7 +210,6 @@ def check_call(models, kind):
         from diffusers_flax.acceleration.plans import plan_steps  # not for plain images
 
         plan_steps(pipeline.accelerate, options.branches, schedule.scales)
-    num_controls = kind.given[2]
     if kind.task == "ControlNet" and num_controls != len(pipeline.nets):
         raise ValueError(
             f"{num_controls} --control do not fit {len(pipeline.nets)} --controlnet; give an image "
@@ -243,7 +249,7 @@ def keys_of(requests):
 
 
 def load_inputs(request, size, program_size):
-    """The images of a Request: (PIL image, or a tuple of control images, or None; mask or None).
+    """The images of a Request, PIL: (image, or a tuple of control images; mask; reference) or None.
 
     size, program_size: (width, height) of the result, and of its program.
     """
@@ -260,9 +266,10 @@ def load_inputs(request, size, program_size):
     if request.control:
         ways = request.control_from or ("image",)
         ways = ways if len(ways) > 1 else ways * len(request.control)
-        return tuple(map(load, request.control, ways)), None
+        return tuple(map(load, request.control, ways)), None, None
     mask = request.mask and stretch_mask(load_mask(request.mask, size), program_size)
-    return request.image and load(request.image), mask
+    image, reference = (path and load(path) for path in (request.image, request.reference))
+    return image, mask, reference
 
 
 def arrays_of(models, task, requests, loaded):
@@ -271,7 +278,7 @@ def arrays_of(models, task, requests, loaded):
     requests: of one Kind; loaded: load_inputs of each.
     """
     pipeline, arrays = models.pipelines[task], {"prng_seed": keys_of(requests)}
-    images, masks = map(list, zip(*loaded))
+    images, masks, references = map(list, zip(*loaded))
     if task == "ControlNet":
         of_nets = [list(controls) for controls in zip(*images)]
         is_several = isinstance(pipeline.controlnet, FlaxMultiControlNetModel)
@@ -280,6 +287,8 @@ def arrays_of(models, task, requests, loaded):
         arrays["image"] = prepare_images(images)
     if requests[0].mask is not None:
         arrays["mask"] = prepare_masks(masks)
+    if requests[0].reference is not None:
+        arrays["reference"] = prepare_images(references)
     if task == "inpainting":
         arrays["masked_image"] = None  # the call makes it
     if is_guided(requests[0]):

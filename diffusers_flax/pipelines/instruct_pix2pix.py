@@ -9,6 +9,11 @@ With a mask only its white area changes; all other pixels stay as they are:
     prompt_ids, image, mask = pipeline.prepare_inputs("make it red", image, Image.open("mask.png"))
     images = pipeline(prompt_ids, image, params, jax.random.key(0), mask=mask).images
 
+A model whose UNet has 12 input channels takes a second image, see docs/editing.md:
+
+    prompt_ids, image, reference = pipeline.prepare_inputs(prompt, image, reference=hat)
+    images = pipeline(prompt_ids, image, params, jax.random.key(0), reference=reference).images
+
 On several devices, each with an equal number of images:
 
     p_params = flax.jax_utils.replicate(params)
@@ -111,11 +116,13 @@ class OriginalImage(NamedTuple):
         latents: mode of the VAE's posterior, unscaled, (B, C, h, w).
         image: (B, 3, H, W) in [-1, 1], at the size of the result.
         mask: (B, 1, H, W) from 0 to 1, at the same size, or None.
+        reference: latents of the reference images, as the original images', or None.
     """
 
     latents: Any
     image: Any
     mask: Any
+    reference: Any
 
 
 class InstructPix2Pix(FlaxDiffusionPipeline):
@@ -123,7 +130,7 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
 
     encodes_images = True
     branch_scales = ("guidance_scale", "image_guidance_scale", "guidance_rescale")
-    unet_inputs = ((2, 0),)
+    unet_inputs = ((2, 0), (3, 0))  # the latter with a reference
     is_cosxl_edit = False  # True: the UNet takes scaled latents of the original image
 
     @classmethod
@@ -146,7 +153,18 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
                 "accelerate=tgate is for text to image; for edits take guidance:stop=0.6"
             )
 
-    def prepare_inputs(self, prompt, image, mask=None, mask_feather=0):
+    def make_call(self, arguments):
+        """See FlaxDiffusionPipeline.make_call; a reference needs a UNet that sees it."""
+        call = super().make_call(arguments)
+        if call.inputs["reference"] is not None and self.unet.num_condition_images == 1:
+            raise ValueError(
+                f"a reference needs a UNet with {3 * self.vae.latent_channels} input channels, "
+                f"this model's has {self.unet.in_channels}; leave the reference out, or train such "
+                "a model, see create_modified_unet.py --num_images 2"
+            )
+        return call
+
+    def prepare_inputs(self, prompt, image, mask=None, mask_feather=0, reference=None):
         """Turn instructions and images into arrays; a single one of either is repeated.
 
         Args:
@@ -157,24 +175,28 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
                 see images.prepare_masks. None: everywhere.
             mask_feather: width in pixels of the border inside the white area in which the edit
                 fades in.
+            reference: one, or one per image, as image; stretched to the images' size.
 
         Returns:
-            (prompt_ids, image): int32 (B, 77), float32 (B, 3, H, W) in [-1, 1]; with a mask
-            (prompt_ids, image, mask), the last float32 (B, 1, H, W) from 0 to 1.
+            (prompt_ids, image): int32 (B, 77), float32 (B, 3, H, W) in [-1, 1]; followed by the
+            mask, float32 (B, 1, H, W) from 0 to 1, and by the reference, as image, if given.
 
         Raises:
             ValueError: numbers of prompts, images and masks differ, sizes differ, it is not an
                 image, or a mask has no white.
         """
         prompt_ids, image = self.prepare_text_inputs(prompt), prepare_images(image)
-        if mask is None:
-            return pair_up(prompt_ids, image)
-        prompt_ids, image, mask = pair_with_masks(prompt_ids, image, mask, feather=mask_feather)
-        if not mask.any((1, 2, 3)).all():
-            raise ValueError(
-                "a mask has no white, so nothing may change; make the area to edit white"
-            )
-        return prompt_ids, image, mask
+        arrays = pair_up(prompt_ids, image)
+        if mask is not None:
+            arrays = pair_with_masks(prompt_ids, image, mask, feather=mask_feather)
+            if not arrays[2].any((1, 2, 3)).all():
+                raise ValueError(
+                    "a mask has no white, so nothing may change; make the area to edit white"
+                )
+        if reference is not None:
+            reference = np.asarray(resize(prepare_images(reference), image.shape[2:]))
+            arrays = (*arrays, pair_up(arrays[0], reference, "images", "references")[1])
+        return arrays
 
     def __call__(
         self,
@@ -192,6 +214,7 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
         return_dict=True,
         jit=False,
         mask=None,
+        reference=None,
         **options: Unpack[CallOptions],
     ):
         """Edit a batch of images; compiles at the first call of each size.
@@ -205,6 +228,8 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
                 of the image.
             mask: float32 (B, 1, H, W), weights from 0, where the image stays as it is, to 1, where
                 it may change; None: it may change everywhere.
+            reference: a second image to see, as image, for a UNet with 12 input channels; None:
+                zeros in the place of its latents, as in a part of training.
             prompt_ids, params, prng_seed, num_inference_steps, latents, neg_prompt_ids,
                 return_dict, jit, options: as for FlaxStableDiffusionPipeline's call.
 
@@ -226,12 +251,19 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
 
         The latents are the posterior's mode, as in training (section 3.2).
         """
-        image, mask, B = inputs["image"], inputs["mask"], len(inputs["prompt_ids"])
-        image = resize(image, (options.height, options.width))
+        size, mask, reference = (options.height, options.width), inputs["mask"], inputs["reference"]
+        image = resize(inputs["image"], size)
         if mask is not None:
-            mask = jax.image.resize(mask, (B, 1, *image.shape[2:]), "nearest")
-        mode = posterior_of(self.compute_vae, params["vae"], image, self.layout).mode()
-        return OriginalImage(jnp.transpose(mode, (0, 3, 1, 2)), image, mask)
+            mask = jax.image.resize(mask, (len(inputs["prompt_ids"]), 1, *size), "nearest")
+
+        def latents_of(image):
+            mode = posterior_of(self.compute_vae, params["vae"], image, self.layout).mode()
+            return jnp.transpose(mode, (0, 3, 1, 2))
+
+        latents = latents_of(image)
+        if reference is not None:
+            reference = latents_of(resize(reference, size))
+        return OriginalImage(latents, image, mask, reference)
 
     def denoise(self, params, inputs, options, text, encoded):
         """Scaled latents (B, 4, h, w) of the edited images; encoded: OriginalImage."""
@@ -240,10 +272,15 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
         guidance_scale, image_guidance_scale = (
             inputs[name] for name in ("guidance_scale", "image_guidance_scale")
         )
-        # Unscaled except for CosXL Edit, as in training.
-        latents = encoded.latents * scaling_factor if self.is_cosxl_edit else encoded.latents
-        latents_of_branches = jnp.concatenate(
-            [jnp.zeros_like(latents) if x == "null" else latents for x in branches]
+        latents = condition = encoded.latents
+        if self.unet.num_condition_images == 2:
+            reference = encoded.reference
+            reference = jnp.zeros_like(latents) if reference is None else reference
+            condition = jnp.concatenate([latents, reference], axis=1)
+        if self.is_cosxl_edit:  # else unscaled, as in training
+            condition = condition * scaling_factor
+        conditions = jnp.concatenate(
+            [jnp.zeros_like(condition) if x == "null" else condition for x in branches]
         )
 
         # Noise, one key per image
@@ -257,7 +294,7 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
             after_step = keep_outside(schedule, weights, kept, noise)
 
         def unet_inputs(active, i, x_t, t):
-            rows = rows_of_branches([latents_of_branches, *text], branches, active)
+            rows = rows_of_branches([conditions, *text], branches, active)
             model_input = jnp.concatenate([x_t] * len(active))
             return jnp.concatenate([model_input, rows[0]], axis=1), t, *rows[1:], None
 

@@ -97,7 +97,7 @@ class CallOptions(TypedDict, total=False):
 # Arguments that are arrays with an entry for each image.
 INPUTS = (
     *("prompt_ids", "neg_prompt_ids", "prompt_weights"),
-    *("latents", "noise", "image", "mask", "masked_image"),
+    *("latents", "noise", "image", "mask", "masked_image", "reference"),
 )
 # Arguments that are numbers, or arrays with an entry for each image.
 SCALES = (
@@ -348,7 +348,7 @@ def check_inputs(pipeline, jit, inputs, params):
             "and replicate params"
         )
     sizes = set()
-    for name in ("image", "masked_image", "mask"):
+    for name in ("image", "masked_image", "mask", "reference"):
         if (x := inputs[name]) is not None:
             factor = pipeline.vae_scale_factor if pipeline.is_latents(x.shape) else 1
             sizes.add((*x.shape[: len(batch)], *(side * factor for side in x.shape[-2:])))
