@@ -12,8 +12,9 @@ With the model of `make demo`, on a CPU, in a minute and without CLIP:
 
 Every model edits every pair at every combination of scales and seeds. --data_dir has parquet shards
 as for training. --pairs_jsonl has lines {"input": "a.jpg", "instruction": "make it red", "truth":
-"a_red.jpg", "input_caption": "an apple", "output_caption": "a red apple", "mask": "apple.png"}; the
-last four are optional, paths are relative to the list, and docs/data.md has the table of keys.
+"a_red.jpg", "input_caption": "an apple", "output_caption": "a red apple", "mask": "apple.png",
+"reference": "red.jpg"}; the last five are optional, paths are relative to the list, and
+docs/data.md has the table of keys. A model with 12 input channels sees the reference.
 For pairs with masks, pixel metrics are also computed inside and outside of the mask.
 
 --protocol magicbrush, emu_edit, gedit or imgedit scores as the papers of these benchmarks do, on
@@ -86,6 +87,7 @@ class EvaluationFlags:
     # mask, white where the truth may differ; "": mask_img, mask_image or mask, if there is one
     mask_column: str = ""
     use_masks: bool = False  # edit inside of the masks only, as edit_cli.py --mask does
+    wrong_reference: bool = False  # each pair gets the next one's reference, to compare
     # edits; all combinations of the three lists
     # weights of the instruction, >= 0; default: the model's, or 7.5
     guidance_scale: tuple[Annotated[float, AtLeast(0)], ...] = ()
@@ -149,6 +151,12 @@ def run(config):
     pairs = read_pairs(config)
     if config.use_masks and not any(pair.mask for pair in pairs):
         raise ValueError("--use_masks: no pair has a mask; give masks, or leave the flag out")
+    if config.wrong_reference:
+        references = [pair.reference for pair in pairs]
+        if None in references:
+            raise ValueError("--wrong_reference: a pair has no reference; leave the flag out")
+        wrong = references[1:] + references[:1]
+        pairs = [replace(pair, reference=x) for pair, x in zip(pairs, wrong)]
     if protocol.is_judged:
         groups = {pair.group for pair in pairs}
         prompts = load_prompts(config.judge_prompts, config.protocol, groups)

@@ -91,6 +91,7 @@ class Config:
     prompt: str | None = None  # of --run: what to show, or what to change
     negative_prompt: str = ""  # of --run: what to avoid
     input: Path | None = None  # of --run: image to edit
+    reference: Path | None = None  # of --run: second image, of a model with 12 input channels
     output: Path = Path("image.png")  # of --run: image, or .npy of floats in [0, 1]
     seed: Seed = 0  # of --run: of the noise
     # of --run: weight of the prompt; default: the model's, or 7.5
@@ -188,7 +189,8 @@ def run_program(config):
     config = with_defaults(config, [config.run.parent])
     texts = {"prompt": config.prompt, "negative_prompt": config.negative_prompt}
     scales = config.guidance_scale, config.image_guidance_scale
-    images = run_stablehlo.run_program(config.run, texts, config.input, config.seed, scales)
+    files = {"image": config.input, "reference": config.reference}
+    images = run_stablehlo.run_program(config.run, texts, files, config.seed, scales)
     print(*run_stablehlo.save_images(images, config.output), sep="\n")
 
 

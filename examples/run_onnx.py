@@ -226,11 +226,15 @@ def make_image(options, index, scheduler, models):
     if is_edit != (options.input is not None):
         does = "edits images and needs" if is_edit else "makes images from text and takes no"
         raise ValueError(f"--model {folder} {does} --input")
-    image = read_image(options.input) if is_edit else None
+    channels = models["unet"].config["in_channels"] - vae["latent_channels"]  # of the condition
+    if options.reference and channels != 2 * vae["latent_channels"]:
+        raise ValueError(f"--model {folder} sees no second image and takes no --reference")
+    images = [read_image(file) for file in (options.input, options.reference) if file]
     factor = 2 ** (len(vae["block_out_channels"]) - 1)
     sides = np.broadcast_to(models["unet"].config["sample_size"], 2) * factor
     if is_edit:  # the longer side is the model's
-        sides = np.array(image.size[::-1]) * sides.max() / max(image.size) + factor / 2
+        size = images[0].size
+        sides = np.array(size[::-1]) * sides.max() / max(size) + factor / 2
     height = int(options.height or sides[0]) // factor * factor
     width = int(options.width or sides[1]) // factor * factor
     size = height, width
@@ -238,7 +242,7 @@ def make_image(options, index, scheduler, models):
     rng = np.random.default_rng(options.seed)
     noise = np.load(options.noise) if options.noise else rng.standard_normal(shape, np.float32)
     planned = plan(*scheduler, options.num_inference_steps)
-    what = f"{options.input}, {image.width}x{image.height}, " if is_edit else ""
+    what = "{}, {}x{}, ".format(options.input, *images[0].size) if is_edit else ""
     print(f"{what}at {width}x{height} with {scheduler[0]}", file=sys.stderr)
     states, pooled = encode_texts(folder, index, models, [options.prompt, options.negative_prompt])
     # Branches of guidance by their weights: text and image, for edits image alone, and neither
@@ -246,9 +250,11 @@ def make_image(options, index, scheduler, models):
     scale, image_scale = options.guidance_scale, options.image_guidance_scale
     if is_edit:
         weights = [scale, image_scale - scale, 1 - image_scale]
-        pixels = np.float32(ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)) / 127.5 - 1
-        encoded = models["vae_encoder"](sample=pixels.transpose(2, 0, 1)[None])["latent_parameters"]
-        latents = encoded[:, : shape[1]]
+        images = [ImageOps.fit(x, size[::-1], Image.Resampling.LANCZOS) for x in images]
+        pixels = np.stack([np.float32(x) / 127.5 - 1 for x in images]).transpose(0, 3, 1, 2)
+        encoded = models["vae_encoder"](sample=pixels)["latent_parameters"][:, : shape[1]]
+        latents = np.zeros((1, channels, *shape[2:]), np.float32)  # zeros: no reference
+        latents[:, : len(images) * shape[1]] = encoded.reshape(1, -1, *shape[2:])
         condition = np.concatenate([latents, latents, np.zeros_like(latents)])
     else:
         weights = [max(scale, 1), 1 - max(scale, 1)]
@@ -280,6 +286,7 @@ def parse_flags():
     add("--prompt", required=True, help="text, or how to edit the image")
     add("--negative_prompt", default="", help="what to avoid")
     add("--input", type=Path, help="image to edit")
+    add("--reference", type=Path, help="second image, of a model with 12 input channels")
     add("--output", type=Path, default=Path("image.png"), help=".npy: floats in [0, 1]")
     add("--num_inference_steps", type=int)
     add("--guidance_scale", type=float, help="weight of the prompt")

@@ -24,6 +24,7 @@ MODELS = {
     "text": lambda folder: make_tiny_pipeline(folder, in_channels=4, scheduler="euler"),
     "xl": make_tiny_xl,
     "xl_edit": lambda folder: make_tiny_xl(folder, edits=True),
+    "reference": lambda folder: make_tiny_pipeline(folder, in_channels=12),
 }
 
 
@@ -61,6 +62,11 @@ def ours_and_theirs(model, folder, tmp_path, python=sys.executable):
     else:
         inputs = [pipeline.prepare_inputs("make it red")]
     options = dict(num_inference_steps=20, latents=noise, guidance_scale=5.0, **size)
+    if pipeline.unet.num_condition_images == 2:
+        other = photo(size["width"], size["height"], seed=1)
+        other.save(tmp_path / "reference.png")
+        command += ["--reference", tmp_path / "reference.png"]
+        options["reference"] = pipeline.prepare_inputs("", image, reference=other)[2]
     ours = pipeline(*inputs, params, jax.random.key(0), **options).images[0]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -175,6 +175,7 @@ class ListedEdit(NamedTuple):
     instruction: str
     output: Path
     mask: Path | None = None
+    reference: Path | None = None
     after: int | None = None
     truth: Path | None = None
 

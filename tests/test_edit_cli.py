@@ -87,6 +87,42 @@ def test_an_image_is_made_again_from_its_recipe(model, input_images, monkeypatch
     np.testing.assert_array_equal(moved, np.asarray(Image.open("blue.png")))
 
 
+def test_edits_with_a_reference(tmp_path, monkeypatch):
+    """By flags and by a list, whose lines may lack it; its recipe; the pipeline's own images."""
+    monkeypatch.chdir(tmp_path)
+    model = make_tiny_pipeline("model", in_channels=12)
+    for seed, name in enumerate(("a.png", "hat.png", "scarf.png")):
+        photo(32, 32, seed).save(name)
+    names = dict.fromkeys(("hat", "scarf"), "a.png")
+    rows = [dict(input="a.png", edit="red", output="none.png")]
+    rows += [
+        dict(input=x, edit="red", reference=f"{n}.png", output=f"{n}_.png")
+        for n, x in names.items()
+    ]
+    Path("edits.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--model", str(model), "--num_inference_steps", "3", "--resolution", "32"]
+    edit_cli.main([*flags, "--edits_jsonl", "edits.jsonl", "--grid", "grid.png"])
+    one = ["--input", "a.png", "--edit", "red", "--first_index", "1"]
+    edit_cli.main([*flags, *one, "--reference", "hat.png", "--output", "again.png"])
+    edit_cli.main(["--like", "scarf_.png", "--output", "like.png"])
+    assert read_recipe("again.png")["reference"] == "hat.png"
+
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(model)
+    key = jax.random.key(0)
+    for index, file in enumerate((None, "hat.png", "scarf.png")):
+        inputs = [Image.open("a.png"), file and Image.open(file)]
+        arrays = pipeline.prepare_inputs("red", inputs[0], reference=inputs[1])
+        of_call = jax.random.fold_in(key, index)[None], 3
+        reference = arrays[2] if file else None
+        (image,) = pipeline(
+            *arrays[:2], params, *of_call, reference=reference, output_type="pil"
+        ).images
+        written = np.int32(Image.open(rows[index]["output"]))
+        assert np.abs(written - np.int32(image)).max() <= 1
+    for one, other in (("hat_.png", "again.png"), ("scarf_.png", "like.png")):
+        np.testing.assert_array_equal(Image.open(one), Image.open(other))
+
+
 def test_a_list_of_edits_by_the_real_command_line(model, input_images, monkeypatch):
     lines = [json.dumps(dict(zip(("input", "edit", "output"), edit))) for edit in EDITS]
     (input_images / "edits.jsonl").write_text("\n".join(lines[:2]) + "\n\n" + "\n".join(lines[2:]))
@@ -342,6 +378,8 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE, "--mask", "black.png"], "black.png has no white at the size of the result"),
         ([*ONE, "--guidance", "cfg"], "guidance='cfg' must be apg, or with options apg:eta="),
         ([*ONE, "--mask_feather", "3"], "--mask_feather 3 is for --mask; give both or none"),
+        ([*ONE, "--reference", "b.png"], "a reference needs a UNet with 12 input channels, this"),
+        ([*ONE, "--reference", "none.png"], "none.png"),
     ],
 )
 def test_bad_input_is_one_line_before_weights_are_read(

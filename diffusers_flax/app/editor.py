@@ -90,7 +90,9 @@ class ImageRequest:
     settings: Settings
     image: Image.Image | None = None  # original image, of any size
     mask: Image.Image | None = None  # of the image's size, white where it may change
+    reference: Image.Image | None = None  # of any size
     source: Path | None = None  # file of the original image
+    reference_source: Path | None = None  # file of the reference
     scales: tuple = ()  # (guidance_scale, image_guidance_scale) of each image; (): the settings'
     stage: str = "waiting"  # then "starting", "loading", "making"
     since: float = field(default_factory=time.monotonic)  # when the stage began
@@ -148,6 +150,11 @@ class Editor:
         self.requests = []  # the first request runs, the other requests wait
         self.current = None  # the request that runs
 
+    @property
+    def takes_reference(self):
+        """Whether the model sees a second image; after open."""
+        return self.pipeline.unet.num_condition_images == 2
+
     def defaults(self):
         """The page's initial Settings."""
         flags = {name: getattr(self.config, name) for name in INITIAL}
@@ -167,10 +174,10 @@ class Editor:
             flags["width"], flags["height"] = request.size
         else:
             flags["resolution"] = settings.resolution
-        files = {}
-        if request.source is not None:
-            files = {"input" if self.edits else "image": request.source}
-            flags |= {name: Path(file).name for name, file in files.items()}
+        image = "input" if self.edits else "image"
+        files = {image: request.source, "reference": request.reference_source}
+        files = {name: file for name, file in files.items() if file is not None}
+        flags |= {name: Path(file).name for name, file in files.items()}
         if request.mask is not None:
             flags |= {MASKED: True, "mask_feather": settings.mask_feather}
         return recipe_text(SOFTWARE, {**flags, PAGE: asdict(settings)}, files)
@@ -292,19 +299,22 @@ class Editor:
             self._load_weights(settings)
         request.size = self.size_of(settings, request.image)
         size = request.size if request.image is None else shared_size(request.size, factor)
-        image = request.image and fit_image(request.image, request.size)
+        images = request.image, request.reference
+        image, reference = (x and fit_image(x, request.size) for x in images)
         mask = None if request.mask is None else fit_mask(request.mask, request.size)
         if mask and not mask.getbbox():
             raise ValueError("the mask has no white, so nothing may change; make a part white")
         if self.edits and mask and mask.getextrema()[0]:
             mask = None  # all white restricts nothing
         inputs = image and stretch(image, size), mask and stretch_mask(mask, size)
+        inputs += (reference and stretch(reference, size),)
         request.num_steps = settings.num_steps * len(request.scales)
         request.enter("making")
         for number, scales in enumerate(request.scales):
             request.step = number * settings.num_steps
             one = replace(settings, **dict(zip(SCALES, scales)))
             given = dict(prompt=one.instruction, image=image and Path(), mask=mask and Path())
+            given |= {"reference": reference and Path()}
             given |= {} if self.edits else {"image_guidance_scale": None}
             to_make = from_flags(Request, one, **given)
             branches = from_flags(Sampling, one).branches(self.pipeline_type)

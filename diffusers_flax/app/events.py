@@ -55,7 +55,7 @@ class Events:
         """Attach the handlers, in the current gr.Blocks."""
         c, private = self.c, {"api_visibility": "private", "show_progress": "hidden"}
         quick, slow = private | {"queue": False}, private | {"concurrency_limit": None}
-        names = ("tab", "image", "use_mask", "mask", "mask_file", "keep_seed")
+        names = ("tab", "image", "reference", "use_mask", "mask", "mask_file", "keep_seed")
         inputs = {name: getattr(c, name) for name in names} | self.controls
         result = [c.result, c.slider, c.download, c.use]
         changed = [c.seed, c.status, c.run, c.cancel, c.compare, *result, c.gallery, c.comparison]
@@ -82,6 +82,7 @@ class Events:
         def offer(name, without, has_image=True):
             inputs = {x: control for x, control in self.controls.items() if x not in without}
             inputs = {"image": c.api_image, **inputs, "mask": c.api_mask} if has_image else inputs
+            inputs |= {"reference": c.api_reference} if self.editor.takes_reference else {}
             outputs = [c.api_result, c.api_settings]
             options = {"api_name": name, "inputs_kwargs": inputs, "concurrency_limit": None}
             c.api_button.click(self.call, None, outputs, **options)
@@ -93,14 +94,14 @@ class Events:
         if not self.editor.edits:
             offer("image_to_image", ("image_guidance_scale", "shape"))
 
-    async def call(self, page: gr.Request, image=None, mask=None, **values):
+    async def call(self, page: gr.Request, image=None, mask=None, reference=None, **values):
         """Make an image; yields the progress, then the result."""
         session = self.sessions.get(page)
         try:
             settings = self.checked(values)
             if "mask_feather" in values and not image:  # not from text alone
                 raise ValueError("there is no image; give image=handle_file(PATH)")
-            request = await asyncio.to_thread(request_of, settings, image, mask)
+            request = await asyncio.to_thread(request_of, settings, image, mask, reference)
             async with aclosing(self.editor.follow(request)) as following:
                 async for _ in following:
                     yield None, {"stage": request.stage, "step": request.step}
@@ -189,7 +190,7 @@ class Events:
         painted, file = painted_mask(layers), data["mask_file"]
         if painted and file:
             raise ValueError("there are two masks; remove the file, or switch the painted one off")
-        request = request_of(settings, data["image"], file, scales)
+        request = request_of(settings, data["image"], file, data["reference"], scales)
         if painted:
             request.mask = painted
         elif data["use_mask"] and not file and self.editor.task != "inpainting":
@@ -343,8 +344,8 @@ def status_of(editor, request):
     return status(text, "busy")
 
 
-def request_of(settings, file, mask_file=None, scales=()):
+def request_of(settings, file, mask_file=None, reference_file=None, scales=()):
     """The ImageRequest of files, which may be None."""
-    image = read_upload(file) if file else None
+    image, reference = (x and read_upload(x) for x in (file, reference_file))
     mask = read_mask_file(mask_file, image.size) if mask_file else None
-    return ImageRequest(settings, image, mask, file, scales)
+    return ImageRequest(settings, image, mask, reference, file, reference_file, scales)

@@ -106,6 +106,7 @@ def build(editor, examples):
             build_settings(c, editor)
     with gr.Row(visible=False):  # of the API
         c.api_image, c.api_mask = image_file(label="Image"), image_file(label="Mask")
+        c.api_reference = image_file(label="Reference")
         c.api_result, c.api_settings = image_file(label="Result"), gr.JSON(label="Settings")
         c.api_button = gr.Button()
     for name in LABELS:
@@ -122,13 +123,20 @@ def build_slider(c, name, **options):
 
 
 def build_image(c, editor):
-    """The original image, and for a model from text how much of it is replaced."""
+    """The original image, a reference, and for a model from text how much is replaced."""
     c.image = image_file(
         label="Image",
         sources=["upload", "webcam", "clipboard"],
         height=320,
         elem_id="image",
         buttons=["fullscreen"],
+    )
+    c.reference = image_file(
+        label="Reference: a second image that the model sees",
+        sources=["upload", "clipboard"],
+        height=160,
+        elem_id="reference",
+        visible=editor.takes_reference,
     )
     value = 1.0 if editor.task == "inpainting" else 0.8
     build_slider(c, "strength", value=value, visible=not editor.edits)

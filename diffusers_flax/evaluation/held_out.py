@@ -43,6 +43,7 @@ class HeldOutPair:
     original_caption: str | None = None
     edited_caption: str | None = None
     mask: bytes | None = None  # white where the edited image may differ from the original
+    reference: bytes | None = None  # a second image, for models that see one
     key: str = ""  # file of the result, without .png; "": its place in the list
     group: str = ""  # type of edit
     session: str = ""  # edits of one image in a row
@@ -55,7 +56,7 @@ class HeldOutPair:
         return f"{self.key or place}{ending}.png"
 
     def decoded(self, what, size=None):
-        """The "original" or "edited" image, PIL; None if the pair has none.
+        """The "original", "edited" or "reference" image, PIL; None if the pair has none.
 
         size: (width, height) to which it is scaled and cropped; None: as it is.
         """
@@ -75,12 +76,12 @@ class HeldOutPair:
 
 def pairs_of_jsonl(file, max_pairs=None):
     """The HeldOutPairs of a list, see data/lists.py; max_pairs None: all."""
-    required, optional = ("original_image", "edit_prompt"), ("edited_image", "mask", *CAPTIONS)
+    required, optional = ("original_image", "edit_prompt"), ("edited_image", *READ[2:], *CAPTIONS)
     pairs = []
     for row in read_list(f"--pairs_jsonl {file}", file, required, optional, max_pairs):
-        original, edited, mask = (row[name] and row[name].read_bytes() for name in READ[:3])
+        original, edited, *others = (row[name] and row[name].read_bytes() for name in READ)
         name, captions = str(row["original_image"]), (row[x] for x in CAPTIONS)
-        images = original, edited, *captions, mask
+        images = original, edited, *captions, *others
         pairs.append(HeldOutPair(len(pairs), name, row["edit_prompt"], *images))
     return pairs
 
@@ -150,10 +151,11 @@ def pairs_of_one_shape(pairs):
 
 
 def checksum_of_pairs(pairs):
-    """SHA-256 of the pairs' images, texts and masks, 16 digits."""
+    """SHA-256 of the pairs' images, texts, masks and references, 16 digits."""
     total = hashlib.sha256()
     for pair in pairs:
         texts = pair.index, pair.instruction, pair.original_caption, pair.edited_caption
-        for data in (repr(texts).encode(), pair.original, pair.edited, pair.mask):
+        images = pair.original, pair.edited, pair.mask, *filter(None, [pair.reference])
+        for data in (repr(texts).encode(), *images):
             total.update(hashlib.sha256(data or b"").digest())
     return total.hexdigest()[:16]

@@ -158,17 +158,21 @@ class Evaluation:
         load_result: place -> PIL result of an edit; None: edits of results get the original.
         """
 
+        takes_reference = models.pipeline.unet.num_condition_images == 2
+
         def load(place):
             pair, size = self.pairs[place], self.sizes[place]
             mask = pair.decoded_mask(size) if self.is_masked[place] else None
+            reference = pair.decoded("reference", size)
             if pair.after is None or load_result is None:
-                return pair.decoded("original", size), mask
-            return fit_image(load_result(pair.after), size), mask
+                return pair.decoded("original", size), mask, reference
+            return fit_image(load_result(pair.after), size), mask, reference
 
         requests = []
         for pair, is_masked in zip(self.pairs, self.is_masked):
             mask, after = Path() if is_masked else None, pair.after
             of_pair = dict(prompt=pair.instruction, mask=mask, index=pair.index, after=after)
+            of_pair["reference"] = Path() if pair.reference and takes_reference else None
             requests.append(from_flags(Request, sampling, **of_pair))
         size = self.config.batch_size
         return make_images(models, requests, self.sizes, places, load, size, bar, in_flight=1)
@@ -239,6 +243,8 @@ def count_edit_flops(pipeline, params, branches, steps, size):
     num_steps, timesteps = steps["num_inference_steps"], steps["timesteps"]
     schedule = make_schedule(pipeline.scheduler, latents, num_steps, timesteps)
     edit = partial(pipeline._generate, branches=branches, **steps)
+    if pipeline.unet.num_condition_images == 2:
+        edit = partial(edit, reference=image)
     arguments = pipeline.prepare_text_inputs(""), image, params, jax.random.key(0)
     program = jax.make_jaxpr(edit)(*arguments)
     switches = switch_fractions(plan_steps(pipeline.accelerate, branches, schedule.scales))

@@ -23,7 +23,7 @@ def export(pipeline, params, output_dir, config, size):
             batch_size rows for each branch of guidance.
         size: (height, width) of images, pixels.
     """
-    num_branches = 3 if pipeline.unet.in_channels == 2 * pipeline.vae.latent_channels else 2
+    num_branches = 3 if "image_guidance_scale" in pipeline.branch_scales else 2
     latent_size = tuple(side // pipeline.vae_scale_factor for side in size)
 
     def write(component, saved, folder):

@@ -17,13 +17,13 @@ from diffusers_flax.data.images import load_image
 from diffusers_flax.images import prepare_images, save_image, to_pil
 
 
-def run_program(file, texts, image_file, seed, guidance_scales):
+def run_program(file, texts, image_files, seed, guidance_scales):
     """Make the images of a program.
 
     Args:
         file: Path of the .jaxexport.
         texts: {"prompt", "negative_prompt"}, for all images.
-        image_file: Path of the original image, or None.
+        image_files: {"image", "reference": Path or None}.
         seed: of the noise.
         guidance_scales: (guidance_scale, image_guidance_scale).
 
@@ -40,12 +40,13 @@ def run_program(file, texts, image_file, seed, guidance_scales):
     program = export.deserialize(bytearray(file.read_bytes()))
     (_, inputs), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
     shapes = {name: x.shape for name, x in inputs.items()}
-    if ("image" in shapes) != (image_file is not None):
-        raise ValueError(
-            f"{file} edits an image: give --input"
-            if "image" in shapes
-            else f"--input {image_file} is for edits; {file} makes images from text"
-        )
+    for (name, image_file), flag in zip(image_files.items(), ("--input", "--reference")):
+        if (name in shapes) != (image_file is not None):
+            raise ValueError(
+                f"{file} needs {flag}, an image"
+                if name in shapes
+                else f"{file} takes no {flag}; leave it out"
+            )
     if texts["negative_prompt"] and "neg_prompt_ids" not in shapes:
         raise ValueError("--negative_prompt: the program of SDXL takes none; leave it out")
     ids = {
@@ -59,8 +60,8 @@ def run_program(file, texts, image_file, seed, guidance_scales):
         "guidance_scale": np.float32(guidance_scales[0]),
         "image_guidance_scale": np.float32(guidance_scales[1]),
     }
-    if image_file is not None:
-        arrays["image"] = read_input_image(image_file, shapes["image"])
+    for name in image_files.keys() & shapes.keys():
+        arrays[name] = read_input_image(image_files[name], shapes[name])
     arrays = {name: arrays[name] for name in shapes}
     weights = load_file(file.parent / "weights.safetensors")
     return np.asarray(jax.jit(program.call)(weights, arrays))

@@ -136,6 +136,7 @@ class SingleFile(str):
         """A key of PURPOSES, by the UNet's channels; None: of no known model."""
         out, *_ = self.shape_of("unet", "out.2.weight", "conv_out.weight") or (4,)
         kinds = {out: "text to image", 2 * out: "InstructPix2Pix", 2 * out + 1: "inpainting"}
+        kinds[3 * out] = "InstructPix2Pix"  # with a reference image
         return kinds.get(self.in_channels)
 
     @functools.cached_property

@@ -27,11 +27,11 @@ def test_image_that_a_program_reads(tmp_path, capsys):
 
 
 @needs("stablehlo")
-@pytest.mark.parametrize("name", ["text", "xl_edit"])
+@pytest.mark.parametrize("name", ["text", "xl_edit", "reference"])
 def test_stablehlo_is_bit_for_bit_jit(tmp_path, name):
     """In a process without our model code."""
     model, folder = MODELS[name](tmp_path / "model"), tmp_path / "programs"
-    is_edit, h, w = name == "xl_edit", 64, 96
+    is_edit, has_reference, h, w = name != "text", name == "reference", 64, 96
     size = ["--height", str(h), "--width", str(w), "--batch_size", "2"]
     export(model, folder, "--format", "stablehlo", *size, "--num_inference_steps", "3")
     file = folder / f"{'edit' if is_edit else 'image'}-batch2-{w}x{h}-3steps-cpu.jaxexport"
@@ -45,6 +45,7 @@ def test_stablehlo_is_bit_for_bit_jit(tmp_path, name):
     )
     flags = ["--run", file, "--prompt", "make it red", "--output", tmp_path / "image.npy"]
     flags += ["--seed", "5", *(["--input", tmp_path / "input.png"] if is_edit else [])]
+    flags += ["--reference", tmp_path / "input.png"] if has_reference else []
     command = [sys.executable, "-c", code, *flags]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -57,7 +58,9 @@ def test_stablehlo_is_bit_for_bit_jit(tmp_path, name):
     scales = dict(guidance_scale=np.float32(7.5))
     if is_edit:
         scales["image_guidance_scale"] = np.float32(1.5)
-    else:
+    if has_reference:
+        scales["reference"] = inputs[1]
+    if name != "xl_edit":
         scales["neg_prompt_ids"] = pipeline.prepare_text_inputs([""] * 2)
 
     def generate(params, inputs, scales):
@@ -72,7 +75,7 @@ def test_stablehlo_is_bit_for_bit_jit(tmp_path, name):
         options |= dict(guidance_scale=0.0)
         texts = {"prompt": "make it red", "negative_prompt": ""}
         plain = pipeline(*inputs, params, jax.random.key(5), **options).images
-        found = run_program(file, texts, None, 5, (0, 1.5))
+        found = run_program(file, texts, {}, 5, (0, 1.5))
         assert psnr(found, plain) > 100
 
 
