@@ -86,6 +86,8 @@ class EvaluationFlags:
     edit_prompt_column: str = ""  # instruction; "": likewise
     # mask, white where the truth may differ; "": mask_img, mask_image or mask, if there is one
     mask_column: str = ""
+    # image that models with 12 input channels see too; "": reference_image, if there is one
+    reference_image_column: str = ""
     use_masks: bool = False  # edit inside of the masks only, as edit_cli.py --mask does
     wrong_reference: bool = False  # each pair gets the next one's reference, to compare
     # edits; all combinations of the three lists
@@ -124,6 +126,7 @@ def read_pairs(config):
             edited_image=config.edited_image_column,
             edit_prompt=config.edit_prompt_column,
             mask=config.mask_column,
+            reference_image=config.reference_image_column or None,
         )
         pairs = pairs_of_shards(config.data_dir, columns, config.max_pairs)
     return pairs_of_one_shape(pairs)

@@ -16,6 +16,7 @@ from diffusers_flax.data.images import check_one_shape, decode_image
 from diffusers_flax.data.lists import CAPTIONS, NAMES, READ, read_list
 from diffusers_flax.data.options import Columns
 from diffusers_flax.data.shards import (
+    REFERENCE,
     choose_instruction,
     find_mask_column,
     list_row_groups,
@@ -93,7 +94,8 @@ def pairs_of_shards(
 
     Args:
         directory: of the shards.
-        columns: masks are read if there are any, as are captions in columns of data.lists.NAMES.
+        columns: masks and references are read if there are any, as are captions in columns of
+            data.lists.NAMES.
         max_pairs: number of pairs to read; None: all.
 
     Returns:
@@ -107,7 +109,10 @@ def pairs_of_shards(
     for group in list_row_groups(directory, replace(columns, mask=None), flag="--data_dir"):
         schema = group.metadata.schema.to_arrow_schema()
         mask = find_mask_column(schema, group.path, columns.mask or "", missing_ok=True)
-        cells, texts = read_row_group(group._replace(mask_column=mask)), []
+        group = group._replace(mask_column=mask)
+        if not group.reference_column and REFERENCE in schema.names:
+            group = group._replace(reference_column=REFERENCE)
+        cells, texts = read_row_group(group), []
         for key in CAPTIONS:
             found = [name for name in NAMES[key] if name in schema.names]
             texts.append([None] * group.num_rows)
@@ -118,7 +123,8 @@ def pairs_of_shards(
             if pair.original and pair.instruction:
                 instruction = choose_instruction(pair.instruction, 0)
                 both = (column[row] or None for column in texts)
-                images = pair.original, pair.edited or None, *both, pair.mask or None
+                images = pair.original, pair.edited or None, *both
+                images += pair.mask or None, pair.reference or None
                 pairs.append(HeldOutPair(first_index + row, name, instruction, *images))
                 if len(pairs) == max_pairs:
                     return pairs

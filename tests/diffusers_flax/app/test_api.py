@@ -18,6 +18,7 @@ from served_app import (
 from tiny_models import make_tiny_pipeline, save_tiny_vae
 
 from diffusers_flax.app.settings import Settings
+from diffusers_flax.generating.recipes import read_recipe
 
 
 @pytest.mark.slow
@@ -62,6 +63,25 @@ def test_the_api(page, connect, model, photo_file, tmp_path):
     ):
         with pytest.raises(AppError, match=re.escape(message)):
             client.predict(**given | change)
+
+
+@pytest.mark.slow
+@needs_gradio
+def test_edits_with_a_reference(connect, photo_file, tmp_path):
+    """The image of edit_cli.py, whose recipe names the reference."""
+    from gradio_client import handle_file
+
+    model = make_tiny_pipeline(tmp_path / "model", in_channels=12)
+    photo(64, 64, seed=1).save(tmp_path / "hat.png")
+    given = {"image": handle_file(photo_file), "instruction": "make it red", "seed": 7}
+    given |= {"reference": handle_file(tmp_path / "hat.png"), "api_name": "/edit"}
+    with served(model, *FAST, TMPDIR=str(tmp_path)) as page:
+        file, _ = connect(page, folder=tmp_path).predict(**given)
+    flags = "--reference", str(tmp_path / "hat.png")
+    settings = settings_in(file)
+    expected = edit_by_cli(model, photo_file, tmp_path / "c.png", *flags, settings=settings)
+    np.testing.assert_array_equal(np.asarray(Image.open(file)), expected)
+    assert read_recipe(file)["reference"] == "hat.png"
 
 
 @pytest.mark.slow
