@@ -18,7 +18,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from demo.photographs import EDITS
+from demo.photographs import ALL_EDITS
 from diffusers_flax.command_line import run_main
 from diffusers_flax.data.images import load_image
 from diffusers_flax.data.lists import read_list
@@ -61,7 +61,7 @@ def load_edits(output_dir, results_dir=None):
         {crop: {"original": image, "results": {number of the edit: image}, "edited": likewise, the
         true edits}}; images as from read_pixels.
     """
-    instructions = [edit.instruction for edit in EDITS]
+    instructions = [edit.instruction for edit in ALL_EDITS]
     crops = {}
     for edit in read_held_out_edits(output_dir):
         source, i = edit["original_image"], instructions.index(edit["edit_prompt"])
@@ -82,13 +82,14 @@ def summarize_edits(crops):
     instruction_accuracy: share of results that are nearer to the true edit of their instruction
         than to the original image and to the true edits of other instructions.
     """
-    figures = {edit.instruction: [] for edit in EDITS}
+    figures = {}
     for crop in crops.values():
         for i, result in crop["results"].items():
             errors = {j: distance(result, edited) for j, edited in crop["edited"].items()}
             errors["original"] = distance(result, crop["original"])
             ratio = errors[i] / distance(crop["original"], crop["edited"][i])
-            figures[EDITS[i].instruction].append((ratio, min(errors, key=errors.get) == i))
+            is_nearest = min(errors, key=errors.get) == i
+            figures.setdefault(ALL_EDITS[i].instruction, []).append((ratio, is_nearest))
 
     def means(figures):
         ratio, accuracy = map(float, np.mean(figures, axis=0))
@@ -112,8 +113,8 @@ def draw_edits(crops):
         images = [image.resize((CELL, CELL), Image.Resampling.BICUBIC) for image in images]
         tiles.append(captioned(images[:1], "input"))
         for i, *both in zip(crop["results"], images[1::2], images[2::2]):
-            tiles.append(captioned(both, f"{EDITS[i].instruction}: result, truth"))
-    return tile_grid(tiles, 1 + len(EDITS), margin=6)
+            tiles.append(captioned(both, f"{ALL_EDITS[i].instruction}: result, truth"))
+    return tile_grid(tiles, 1 + len(crop["results"]), margin=6)
 
 
 def run(config):

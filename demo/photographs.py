@@ -40,24 +40,32 @@ HELD_OUT = {
 class SyntheticEdit(NamedTuple):
     """An instruction, a caption of the edited image, and the edit itself.
 
-    apply takes and returns an image, (H, W, 3) float32 in [0, 1]. weight is the edit's frequency in
-    the training pairs, relative to other edits; edits that rearrange colours are learned slowly.
+    apply takes and returns an image, (H, W, 3) float32 in [0, 1]; if has_reference, it also takes a
+    reference image. weight is the edit's frequency in the training pairs, relative to other
+    edits; edits that rearrange colours are learned slowly.
     """
 
     instruction: str
     caption: str
-    apply: Callable[[np.ndarray], np.ndarray]
+    apply: Callable[..., np.ndarray]
     weight: int = 1
+    has_reference: bool = False
 
 
 def _blend(colour, share):
     return lambda x: (1 - share) * x + share * np.asarray(colour, np.float32)
 
 
-def _frame(x):
-    framed, width = np.ones_like(x), len(x) // 8
+def _frame(x, reference=None):
+    framed, width = np.ones_like(x) if reference is None else reference.copy(), len(x) // 8
     framed[width:-width, width:-width] = x[width:-width, width:-width]
     return framed
+
+
+def _use_colours(x, reference):
+    """x with the reference's mean and standard deviation of red, green and blue."""
+    normal = (x - x.mean((0, 1))) / (x.std((0, 1)) + 0.01)
+    return np.clip(normal * reference.std((0, 1)) + reference.mean((0, 1)), 0, 1)
 
 
 EDITS = (
@@ -84,6 +92,18 @@ EDITS = (
         "a photo of {} with red and blue swapped",
         lambda x: x[..., ::-1],
         weight=3,
+    ),
+)
+ALL_EDITS = (
+    *EDITS,
+    SyntheticEdit(
+        "use the colors of the second image",
+        "a photo of {} in other colors",
+        _use_colours,
+        has_reference=True,
+    ),
+    SyntheticEdit(
+        "frame it with the second image", "a photo of {} in a photo", _frame, has_reference=True
     ),
 )
 
