@@ -178,6 +178,8 @@ class Config:
     resume_from_checkpoint: str = "latest"  # latest, none, or DIR/checkpoints/STEP
     validation_image: tuple[str, ...] = ()  # images to edit during training
     validation_prompt: tuple[str, ...] = ()  # an instruction for each, or one for all
+    # a reference image for each, or one for all, for UNets with 12 input channels
+    validation_reference: tuple[str, ...] = ()
     # weight of the instruction in these edits; default: 7.5, SDXL 3, CosXL 7, short runs 2
     validation_guidance_scale: Annotated[float, AtLeast(0)] | None = None
     # similarity of these edits to the original image; default: 1.5, short runs 1.2

@@ -34,7 +34,7 @@ MAY_CHANGE = PER_PROCESS | {
     *("gather_by_block", "merge_lora", "overwrite_output_dir", "save_raw_unet", "logging_steps"),
     *("report_to", "tracker_project_name", "checkpointing_steps", "checkpoints_total_limit"),
     *("resume_from_checkpoint", "validation_image", "validation_prompt", *VALIDATION_SCALES),
-    *("validation_steps", "profile_steps", "push_to_hub", "num_processes"),
+    *("validation_reference", "validation_steps", "profile_steps", "push_to_hub", "num_processes"),
 }
 
 
@@ -54,7 +54,7 @@ class TrainerFlags:
     ema, ema_fraction, ema_start_step, ema_decay, ema_every = "none", 1.0, None, None, 1
     image_interpolation_mode, shuffle_buffer, max_bad_fraction = "dct", 4096, 0.1
     gradient_accumulation_steps, mask_loss_weight, report_to = 1, 1.0, "none"
-    validation_image = validation_prompt = train_data_weights = ()
+    validation_image = validation_prompt = validation_reference = train_data_weights = ()
     validation_steps = 500
 
 
@@ -154,6 +154,11 @@ def check_combinations(config: Any) -> None:
         raise ValueError(
             f"{num_images} --validation_image and {num_prompts} --validation_prompt do not match; "
             "give one instruction for each image, or one for all"
+        )
+    if (number := len(config.validation_reference)) not in (0, min(1, num_images), num_images):
+        raise ValueError(
+            f"{num_images} --validation_image and {number} --validation_reference do not match; "
+            "give one reference for each image, or one for all"
         )
     if config.cache_latents and config.random_crop:
         raise ValueError(

@@ -259,6 +259,11 @@ def open_modules(config, dtype):
             f"needs {2 * C}, or with a reference image {3 * C}; widen it with "
             "create_modified_unet.py"
         )
+    if unet.in_channels == 2 * C and config.validation_reference:
+        raise ValueError(
+            "--validation_reference needs a UNet that takes two images, from "
+            "create_modified_unet.py --num_images 2"
+        )
     if unet.in_channels == 3 * C and config.conditioning_dropout_prob > 1 / 4:
         raise ValueError(
             f"{flag(config, 'conditioning_dropout_prob')} must be at most 1/4 with a reference "

@@ -42,6 +42,7 @@ def write_card(config, pipeline, metrics, scales):
     shown = ""
     if images:
         shown = f"![before and after, with the instruction](validation/{images[-1].name})\n"
+    reference = " --reference reference.jpg" * (pipeline.unet.num_condition_images == 2)
     if final_file(config) == LORA_FILE:
         opening = open_with_lora(name, pipeline, config)
         with_jax = "With `--merge_lora` the command below writes a pipeline for `edit_cli.py`.\n"
@@ -53,15 +54,10 @@ On TPU, GPU or CPU, with `edit_cli.py` from the scripts that trained the model:
 ```sh
 python edit_cli.py --model {shlex.quote(name)} --resolution {R} \\
     --guidance_scale {s_T} --image_guidance_scale {s_I} \\
-    --input in.jpg --edit "make it red" --output out.png
+    --input in.jpg{reference} --edit "make it red" --output out.png
 ```
 """
-    introduction = f"""\
-Edits images by instruction: an InstructPix2Pix of `{base_model}`, trained on {datasets} with JAX.
-
-{shown}
-## Use
-
+    with_torch = f"""\
 With PyTorch diffusers:
 
 ```python
@@ -77,7 +73,16 @@ edited = pipeline(
 ).images[0]
 edited.save("out.png")
 ```
+"""
+    if reference:
+        with_torch = "PyTorch's InstructPix2Pix pipeline refuses a UNet for two images.\n"
+    introduction = f"""\
+Edits images by instruction: an InstructPix2Pix of `{base_model}`, trained on {datasets} with JAX.
 
+{shown}
+## Use
+
+{with_torch}
 {with_jax}"""
     write_readme(config, name, introduction, metrics)
 

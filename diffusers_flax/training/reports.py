@@ -377,6 +377,9 @@ class Validation:
     def __init__(self, config, pipeline, sizes, num_steps):
         self.pipeline = replace(pipeline, storage=config.storage) if config.storage else pipeline
         self.images = load_validation_images(config.validation_image, sizes)
+        self.references = [load_image(path) for path in config.validation_reference]
+        if len(self.references) == 1:
+            self.references *= len(self.images)
         self.seed, self.p_gather = config.seed, None
         self.scales = guidance_scales(config, pipeline, num_steps)
         prompts = list(config.validation_prompt)  # one for each image, or one for all
@@ -411,16 +414,21 @@ class Validation:
         for size in dict.fromkeys(image.size for image in self.images):
             places = [i for i, image in enumerate(self.images) if image.size == size]
             padded = places + places[-1:] * (-len(places) % num_devices)
+            references = [ImageOps.fit(self.references[i], size) for i in padded if self.references]
             inputs = pipeline.prepare_inputs(
-                [self.prompts[i] for i in padded], [self.images[i] for i in padded]
+                [self.prompts[i] for i in padded],
+                [self.images[i] for i in padded],
+                reference=references or None,
             )
+            inputs = [x.reshape(num_devices, -1, *x.shape[1:]) for x in inputs]
             images = pipeline(
-                *(x.reshape(num_devices, -1, *x.shape[1:]) for x in inputs),
+                *inputs[:2],
                 p_params,
                 jax.random.key(self.seed),
                 NUM_INFERENCE_STEPS,
                 *self.scales,
                 jit=True,
+                reference=inputs[2] if references else None,
             ).images
             for place, edit in zip(places, pipeline.numpy_to_pil(local_rows(images))):
                 edits[place] = edit
