@@ -36,13 +36,13 @@ def read(folder):
 def check_widened(source, widened, in_channels):
     """All tensors are bit-identical, and PyTorch's outputs ignore the new channels."""
     (old_config, old), (new_config, new) = read(source), read(widened)
-    assert old_config["in_channels"] == 4
+    old_channels = old_config["in_channels"]
     assert new_config["in_channels"] == in_channels
     assert old.keys() == new.keys()
     kernel = new.pop("conv_in.weight")  # (C, in_channels, 3, 3)
     assert kernel.dtype == old["conv_in.weight"].dtype
-    assert kernel[:, :4].tobytes() == old.pop("conv_in.weight").tobytes()
-    assert kernel[:, 4:].tobytes() == bytes(kernel[:, 4:].nbytes)
+    assert kernel[:, :old_channels].tobytes() == old.pop("conv_in.weight").tobytes()
+    assert kernel[:, old_channels:].tobytes() == bytes(kernel[:, old_channels:].nbytes)
     assert kernel.shape[1] == in_channels
     assert "conv_in.bias" in old
     for name, tensor in old.items():
@@ -50,7 +50,7 @@ def check_widened(source, widened, in_channels):
         assert new[name].tobytes() == tensor.tobytes(), name
 
     torch.manual_seed(0)
-    latents = torch.randn(2, 4, 8, 12)
+    latents = torch.randn(2, old_channels, 8, 12)
     text = torch.randn(2, 7, new_config["cross_attention_dim"])
     timesteps, added = torch.tensor([3, 900]), {}
     if new_config["addition_embed_type"] == "text_time":
@@ -60,7 +60,7 @@ def check_widened(source, widened, in_channels):
     with torch.no_grad():
         expected = unets[0](latents, timesteps, text, **added).sample
         for extra in (torch.zeros, torch.randn, lambda *size: 100 * torch.randn(*size)):
-            x = torch.cat((latents, extra(2, in_channels - 4, 8, 12)), 1)
+            x = torch.cat((latents, extra(2, in_channels - old_channels, 8, 12)), 1)
             result = unets[1](x, timesteps, text, **added).sample
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
@@ -78,12 +78,19 @@ def test_a_pipelines_unet_is_widened(narrow, tmp_path, monkeypatch, capsys):
     assert lines[-1] == f"saved {out}: 8 input channels, all other weights unchanged"
 
 
+def test_edit_model_gets_a_reference(tmp_path, monkeypatch):
+    source = make_tiny_pipeline(tmp_path / "edits", in_channels=8)
+    modify(monkeypatch, source, tmp_path / "widened", num_images=2)
+    check_widened(source / "unet", tmp_path / "widened", 12)
+
+
 @pytest.mark.slow
-def test_sdxl(tmp_path, monkeypatch):
+@pytest.mark.parametrize("num_images", [1, 2])
+def test_sdxl(tmp_path, monkeypatch, num_images):
     """The self-check includes the added conditions."""
     source, out = make_tiny_xl(tmp_path / "xl"), tmp_path / "widened"
-    modify(monkeypatch, source, out)
-    check_widened(source / "unet", out, 8)
+    modify(monkeypatch, source, out, num_images=num_images)
+    check_widened(source / "unet", out, 4 + 4 * num_images)
     checked = create_modified_unet.largest_difference
     biased = {"add_embedding": {}}
 
@@ -104,7 +111,7 @@ def test_sdxl(tmp_path, monkeypatch):
 def test_a_half_precision_unet_folder_and_more_channels(narrow, tmp_path, monkeypatch):
     source, out = tmp_path / "half", tmp_path / "widened"
     UNet2DConditionModel.from_pretrained(narrow / "unet").half().save_pretrained(source)
-    modify(monkeypatch, source, out, subfolder="", in_channels=12)
+    modify(monkeypatch, source, out, subfolder="", num_images=2)
     check_widened(source, out, 12)
     assert {tensor.dtype.name for tensor in read(out)[1].values()} == {"float16"}
 
@@ -143,8 +150,7 @@ def test_a_wrong_widening_is_noticed_and_not_saved(narrow, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"in_channels": 4}, "has 4 input channels; give a text-to-image model, or more --in_"),
-        ({"source": "wide"}, "the UNet of wide has 8 input channels; give a text-to-image"),
+        ({"source": "wide"}, "the UNet of wide has 8 input channels; give a text-to-image model, "),
         ({"source": "nowhere/model"}, "no config.json in nowhere/model/unet"),
         ({"subfolder": "vae"}, "is the config of AutoencoderKL, not of UNet2DConditionModel"),
         ({"output_dir": "file"}, "no directory that you can write to"),

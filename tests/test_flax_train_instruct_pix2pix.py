@@ -57,14 +57,15 @@ def params_of(folder, subfolder=None):
 # conditioning_dropout
 
 
-@pytest.mark.parametrize("rate", [0, 0.05, 0.2, 1 / 3])
-def test_dropout_follows_the_table(rate):
+@pytest.mark.parametrize("num_images", [1, 2])
+@pytest.mark.parametrize("rate", [0, 0.05, 0.25])
+def test_dropout_follows_the_table(rate, num_images):
     B = 20000
     keys = jax.random.split(jax.random.key(5), B)
     rng = np.random.default_rng(0)
     text = rng.standard_normal((B, 2, 3), np.float32)
     null_text = rng.standard_normal((1, 2, 3), np.float32)
-    latents = rng.standard_normal((B, 4, 1, 2), np.float32)
+    latents = rng.standard_normal((B, 4 * num_images, 1, 2), np.float32)
     latents[:, 0] = np.inf  # multiplied by 0 instead of dropped, it would give NaN
     pooled, ids = text[:, 0], np.arange(B)
     new_text, new_latents = trainer.conditioning_dropout(
@@ -73,28 +74,32 @@ def test_dropout_follows_the_table(rate):
         {"states": null_text, "pooled": null_text[:, 0]},
         latents,
         rate,
+        num_images,
     )
     np.testing.assert_array_equal(new_text["ids"], ids)  # the null text has no such leaf
     np.testing.assert_array_equal(new_text["pooled"], new_text["states"][:, 0])
     new_text = new_text["states"]
 
     u = np.asarray(jax.vmap(jax.random.uniform)(keys))
-    q = [np.float32(k * rate) for k in range(4)]
-    cases = {  # name: (samples, text is null, latents are zero)
-        "text": (u < q[1], True, False),
-        "both": ((u >= q[1]) & (u < q[2]), True, True),
-        "image": ((u >= q[2]) & (u < q[3]), False, True),
-        "none": (u >= q[3], False, False),
+    q = [np.float32(k * rate) for k in range(5)]
+    cases = {  # name: (samples, text is null, first channel of zeros)
+        "text": (u < q[1], True, None),
+        "both": ((u >= q[1]) & (u < q[2]), True, 0),
+        "image": ((u >= q[2]) & (u < q[3]), False, 0),
+        "reference": ((u >= q[3]) & (u < q[4]), False, 4),  # without one nothing is dropped
+        "none": (u >= q[4], False, None),
     }
     assert sum(where.sum() for where, _, _ in cases.values()) == B
-    for name, (where, text_is_null, image_is_zero) in cases.items():
-        expected = 1 - 3 * rate if name == "none" else rate
+    for name, (where, text_is_null, first_zero) in cases.items():
+        expected = 1 - 4 * rate if name == "none" else rate
         error = 4 * np.sqrt(rate * (1 - rate) / B)
         assert where.mean() == pytest.approx(expected, abs=3 * error if name == "none" else error)
         wanted = np.broadcast_to(null_text, text.shape) if text_is_null else text
         np.testing.assert_array_equal(new_text[where], wanted[where])
-        wanted = np.zeros_like(latents) if image_is_zero else latents
-        assert np.asarray(new_latents[where]).tobytes() == wanted[where].tobytes()
+        wanted = latents[where].copy()
+        if first_zero is not None:
+            wanted[:, first_zero:] = 0
+        assert np.asarray(new_latents[where]).tobytes() == wanted.tobytes()
 
 
 # diffusion_loss

@@ -30,10 +30,12 @@ def compare_losses(model, prediction_type, ours, theirs):
     Args:
         model: pipeline directory.
         prediction_type: "epsilon" or "v_prediction".
-        ours, theirs: (text, latents of the image to edit), after dropout.
+        ours, theirs: (text, latents of the image to edit, or of it and of a reference), after
+            dropout.
     """
     (text, condition), (torch_text, torch_condition) = ours, theirs
-    x_0, noise = (random_normal(*condition.shape, seed=seed) for seed in range(2))
+    shape = len(condition), 4, *condition.shape[2:]
+    x_0, noise = (random_normal(*shape, seed=seed) for seed in range(2))
     timesteps = np.resize([999, 0, 417], len(x_0))
 
     torch_unet = UNet2DConditionModel.from_pretrained(model / "unet")
@@ -80,15 +82,19 @@ def compare_losses(model, prediction_type, ours, theirs):
 NUM_DEVICES = 4  # conftest.py's
 
 
-def make_batch(seed):
-    """A global batch of noise images and random tokens."""
+def make_batch(seed, references=False):
+    """A global batch of noise images and random tokens; every third row lacks the reference."""
     rng = np.random.default_rng(seed)
     shape = (RUN["train_batch_size"], RUN["resolution"], RUN["resolution"], 3)
-    return {
+    batch = {
         "original_pixel_values": rng.integers(0, 256, shape, np.uint8),
         "edited_pixel_values": rng.integers(0, 256, shape, np.uint8),
         "input_ids": rng.integers(0, 500, (shape[0], 77), np.int32),
     }
+    if references:
+        batch["reference_image"] = rng.integers(0, 256, shape, np.uint8)
+        batch["has_reference"] = np.arange(shape[0]) % 3 != 0
+    return batch
 
 
 class Parallel:
@@ -194,22 +200,29 @@ def train_with_torch(model, batches, draws, text_encoder=torch_text_encoder, pre
         posterior, noise, timesteps, u = (
             torch.tensor(drawn[name]) for name in ("posterior", "noise", "timesteps", "u")
         )
-        edited, original = (
-            torch.tensor(batch[f"{name}_pixel_values"]).permute(0, 3, 1, 2) / 127.5 - 1
-            for name in ("edited", "original")
+        names = ("edited_pixel_values", "original_pixel_values", "reference_image")
+        edited, original, *references = (
+            torch.tensor(batch[name]).permute(0, 3, 1, 2) / 127.5 - 1
+            for name in names
+            if name in batch
         )
         with torch.no_grad():
             distribution = vae.encode(edited).latent_dist
             x_0 = distribution.mean + distribution.std * posterior.permute(0, 3, 1, 2)
             x_0 = x_0 * vae.config.scaling_factor
             condition = vae.encode(original).latent_dist.mode()
+            references = [vae.encode(reference).latent_dist.mode() for reference in references]
             text = encode_text(batch)
         q = RUN["conditioning_dropout_prob"]
         for name, null in null_text.items():
             text[name][u < 2 * q] = null[0]
         condition[(q <= u) & (u < 3 * q)] = 0
+        for reference in references:
+            reference[(q <= u) & (u < 4 * q)] = 0
+            reference[~torch.tensor(batch["has_reference"])] = 0
 
-        x_in = torch.cat((scheduler.add_noise(x_0, noise, timesteps), condition), 1)
+        x_t = scheduler.add_noise(x_0, noise, timesteps)
+        x_in = torch.cat((x_t, condition, *references), 1)
         states = text.pop("states")
         prediction = unet(x_in, timesteps, states, added_cond_kwargs=text or None).sample
         target = noise

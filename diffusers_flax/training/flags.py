@@ -83,7 +83,7 @@ def chosen_columns(config: Any, masks: bool, references: bool) -> Columns:
     reference = config.reference_image_column
     if reference and not references:
         raise ValueError(
-            f"{flag(config, 'reference_image_column')} needs a UNet with 12 input channels, from "
+            f"{flag(config, 'reference_image_column')} needs a UNet that takes two images, from "
             "create_modified_unet.py --num_images 2"
         )
     return Columns(

@@ -12,7 +12,10 @@ from huggingface_hub import ModelCard
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.training.publishing import write_card
 
-PIPELINE = SimpleNamespace(torch_class_name="StableDiffusionInstructPix2PixPipeline")
+PIPELINE = SimpleNamespace(
+    torch_class_name="StableDiffusionInstructPix2PixPipeline",
+    unet=SimpleNamespace(num_condition_images=1),
+)
 
 
 def card_of(folder, metrics=None, **flags):
