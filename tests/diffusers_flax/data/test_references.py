@@ -77,7 +77,7 @@ def test_a_set_without_references_has_zeros(tmp_path):
             found.add(bool(has_reference))
             assert has_reference == reference.any()
     assert found == {False, True}
-    with pytest.raises(ValueError, match="no column reference_image; .* --reference_image_column"):
+    with pytest.raises(ValueError, match=r"no column reference_image; .* --reference_image_column"):
         open_pairs(tmp_path, batch_size=8, **REFERENCE)
 
 
