@@ -78,8 +78,8 @@ class Config:
 
     # model; on resume, directories may change but not the weights in them
     pretrained_model_name_or_path: str  # pipeline directory, hub id or file
-    # create_modified_unet.py's with 8 input channels, or 12 for a reference image too: directory,
-    # hub id or file
+    # UNet with 8 input channels, or 12 for a reference image too, such as create_modified_unet.py's:
+    # directory, hub id or file
     unet_model_name_or_path: str = ""
     # another VAE, directory, hub id or file; "": the model's own
     pretrained_vae_model_name_or_path: str = ""
@@ -136,8 +136,8 @@ class Config:
     prediction: Literal["flow"] | None = None
     # loss inside the mask relative to outside; 1: no masks are read
     mask_loss_weight: Positive = 1.0
-    # probability of dropping the text; the same for the image, for both, and for the reference
-    # alone; at most 1/3, with references 1/4; 0: off
+    # probability of dropping the text; the same for the image, for both, and for a reference alone;
+    # at most 1/3, with references 1/4; 0: off
     conditioning_dropout_prob: Annotated[float, Between(0, 1 / 3)] = 0.05
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; weights stay float32
     gradient_checkpointing: bool = False  # less memory, slower
@@ -200,8 +200,7 @@ def conditioning_dropout(keys, text, null_text, image_latents, rate, num_images=
 
     For one uniform number u per sample, text is dropped if u < rate, text and image if
     rate <= u < 2 rate, the image if 2 rate <= u < 3 rate. A reference image is dropped with the
-    image, and alone if 3 rate <= u < 4 rate, so that edits without one work and guidance can weigh
-    it.
+    image, and alone if 3 rate <= u < 4 rate, so that the network also edits without one.
 
     Args:
         keys: one PRNG key per sample, (B, ...).
