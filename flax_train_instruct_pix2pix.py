@@ -78,8 +78,8 @@ class Config:
 
     # model; on resume, directories may change but not the weights in them
     pretrained_model_name_or_path: str  # pipeline directory, hub id or file
-    # UNet with 8 input channels, or 12 for a reference image too, such as create_modified_unet.py's:
-    # directory, hub id or file
+    # UNet with 8 input channels, or 12 for a reference image too, such as
+    # create_modified_unet.py's: directory, hub id or file
     unet_model_name_or_path: str = ""
     # another VAE, directory, hub id or file; "": the model's own
     pretrained_vae_model_name_or_path: str = ""
