@@ -82,6 +82,23 @@ def write_random_shard(path, num_rows, seed=0, broken=(), names=COLUMNS, sizes=(
     write_shard(path, rows, names)
 
 
+def write_references(folder, count=24):
+    """Write pairs whose reference is their edited image, grey of another shape, or null.
+
+    Their prompts say which: edited, grey or none.
+    """
+    rows, kinds = [], ("none", "edited", "edited", "none", "grey", "edited")
+    for n in range(count):
+        size = (40, 24) if n % 2 else (24, 24)
+        cells = dict(original_image=random_png([n, 0], size), edited_image=random_png([n, 1], size))
+        references = {"edited": cells["edited_image"], "grey": plain(90, (10, 30)), "none": None}
+        kind = kinds[n % 6]
+        rows.append(cells | {"edit_prompt": kind, "reference_image": references[kind]})
+    folder.mkdir(exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet")
+    return folder
+
+
 def write_list(file, rows):
     """Write dicts with equal keys as JSON lines or CSV; returns the file."""
     if file.suffix == ".csv":

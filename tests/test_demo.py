@@ -22,17 +22,9 @@ from PIL import Image
 from references import edit_with_torch
 from safetensors.numpy import load_file
 
-from demo import make_base_model, make_tiny_vae
+from demo import make_base_model, make_tiny_vae, photographs
 from demo.evaluate import load_edits, read_pixels, summarize_edits
-from demo.photographs import (
-    ALL_EDITS,
-    EDITS,
-    HELD_OUT,
-    TRAINING,
-    load_photographs,
-    random_box,
-    random_crop,
-)
+from demo.photographs import EDITS, HELD_OUT, TRAINING, load_photographs, random_box, random_crop
 from diffusers_flax.data.images import crop_corner, scaled_shape
 from diffusers_flax.data.options import Transform
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
@@ -73,12 +65,11 @@ def output_dir(tmp_path_factory):
 def test_edits_are_images_and_differ():
     rng = np.random.default_rng(0)
     assert not set(HELD_OUT) & set(TRAINING)
-    with_reference = ALL_EDITS[len(EDITS) :]
     for photograph in load_photographs(HELD_OUT):
-        crop, reference = (random_crop(rng, photograph, 32, smallest=0.5) for _ in range(2))
-        reference = reference[::-1] ** 2
+        crop = random_crop(rng, photograph, 32, smallest=0.5)
         results = [crop, *(edit.apply(crop) for edit in EDITS)]
-        results += [edit.apply(crop, reference) for edit in with_reference]
+        other = random_crop(rng, photograph, 32)[::-1] ** 2
+        results += [edit.apply(crop, other) for edit in photographs.ALL_EDITS[len(EDITS) :]]
         for i, result in enumerate(results):
             assert result.shape == (32, 32, 3)
             assert result.dtype == np.float32

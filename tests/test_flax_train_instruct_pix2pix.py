@@ -24,6 +24,7 @@ from hub_upload_server import UploadHub
 from known_sets import SCHEMAS, write_known
 from PIL import Image, ImageOps
 from references import edit_with_torch
+from tiny_models import make_tiny_pipeline
 from torch_training import (
     Parallel,
     compare_losses,
@@ -32,7 +33,7 @@ from torch_training import (
     make_batch,
     train_with_torch,
 )
-from trainer_runs import RUN, config_of, flags_of, read_metrics, run_trainer
+from trainer_runs import RUN, SIZE, config_of, flags_of, read_metrics, run_trainer
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import flax_train_instruct_pix2pix as trainer
@@ -105,9 +106,13 @@ def test_dropout_follows_the_table(rate, num_images):
 # diffusion_loss
 
 
-@pytest.mark.parametrize("prediction_type", ["epsilon", *slow("v_prediction")])
-def test_loss_and_gradients_are_pytorchs(model, prediction_type):
-    text, condition = {"states": random_normal(3, 7, 24, seed=3)}, random_normal(3, 4, 8, 6, seed=2)
+@pytest.mark.parametrize(
+    ("prediction_type", "num_images"), [("epsilon", 1), ("epsilon", 2), *slow(("v_prediction", 1))]
+)
+def test_loss_and_gradients_are_pytorchs(tmp_path, prediction_type, num_images):
+    model = make_tiny_pipeline(tmp_path, in_channels=4 + 4 * num_images, **SIZE)
+    condition = random_normal(3, 4 * num_images, 8, 6, seed=2)
+    text = {"states": random_normal(3, 7, 24, seed=3)}
     compare_losses(model, prediction_type, (text, condition), (text, condition))
 
 
