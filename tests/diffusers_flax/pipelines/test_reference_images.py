@@ -111,7 +111,7 @@ def test_edits_equal_a_loop_over_the_parts_of_pytorch(folders, kind, scheduler, 
         found.append(edit.images)
         given = PROMPTS[:2], images, theirs, latents, 8, masked
         assert psnr(found[-1], edit_by_parts(folders[kind], pipeline.scheduler, *given)) > 60
-    assert psnr(*found) < 40
+    assert psnr(*found) < 50
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_accelerations_see_the_reference(folders, accelerate):
     for accelerated, sees in ((), True), (accelerate, True), ((), False):
         pipeline, params = open_ours(folders["sd"], accelerate=accelerated)
         *arrays, reference = pipeline.prepare_inputs(PROMPTS[:2], images, reference=others)
-        options = dict(num_inference_steps=8, reference=reference if sees else None, **SCALES)
+        options = dict(num_inference_steps=10, reference=reference if sees else None, **SCALES)
         edits.append(pipeline(*arrays, params, KEY, **options).images)
     assert psnr(edits[0], edits[1]) > 3 + psnr(edits[2], edits[1])
 
