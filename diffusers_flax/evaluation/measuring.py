@@ -243,9 +243,8 @@ def count_edit_flops(pipeline, params, branches, steps, size):
     num_steps, timesteps = steps["num_inference_steps"], steps["timesteps"]
     schedule = make_schedule(pipeline.scheduler, latents, num_steps, timesteps)
     edit = partial(pipeline._generate, branches=branches, **steps)
-    if pipeline.unet.num_condition_images == 2:
-        edit = partial(edit, reference=image)
+    references = {"reference": image} if pipeline.unet.num_condition_images == 2 else {}
     arguments = pipeline.prepare_text_inputs(""), image, params, jax.random.key(0)
-    program = jax.make_jaxpr(edit)(*arguments)
+    program = jax.make_jaxpr(edit)(*arguments, **references)
     switches = switch_fractions(plan_steps(pipeline.accelerate, branches, schedule.scales))
     return matmul_flops(program.jaxpr, switches)[0]
