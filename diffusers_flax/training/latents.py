@@ -267,6 +267,8 @@ def missing_shards(config, groups, sizes, output_dir, vae, checksum, overwrite):
         }
         if first.mask_column:  # latents with masks also serve runs that read none
             metadata["mask_column"] = first.mask_column
+        if first.reference_column:  # likewise
+            metadata["reference_column"] = first.reference_column
         stored = stored_settings(latent_path) if latent_path.exists() else {}
         different = differences(stored, metadata)
         if stored and different and not overwrite:

@@ -13,6 +13,7 @@ from trainer_runs import SIZE, config_of, read_metrics, run_badly, run_trainer
 
 import cache_latents
 import distill_lcm
+import flax_train_instruct_pix2pix as trainer
 
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 SHORT = dict(max_train_steps=3, ema="none", lr_scheduler="constant", lr_warmup_steps=0)
@@ -61,6 +62,8 @@ def test_runs_stop_and_go_on_with_images_and_latents(model, data, tmp_path, monk
     cached = replace(config, train_data_dir=(latents,), output_dir=str(tmp_path / "cached"))
     run_trainer(cached, monkeypatch)
     rows = [read_metrics(tmp_path / name) for name in ("whole", "cached")]
+    first, second = (trainer.open_dataset(run).state_dict() for run in (config, cached))
+    assert first["columns"] == second["columns"]
     np.testing.assert_allclose(*([row["loss"] for row in x] for x in rows), rtol=2e-3)
 
 
