@@ -132,7 +132,7 @@ def encode_batch(batch, frozen, models):
         posterior = encode_images(models.vae, frozen["vae"], jnp.concatenate(images))
         B = len(images[0])
         mean, std = posterior.mean[:B], posterior.std[:B]
-        conditions = jnp.split(posterior.mode()[B:], 1 + len(references))
+        conditions = [posterior.mode()[i * B : (i + 1) * B] for i in range(1, len(images))]
     if references:
         # Without a reference zeros, as dropout has, and not the latents of a black image
         has_reference = batch["has_reference"][:, None, None, None]
