@@ -160,7 +160,7 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
             raise ValueError(
                 f"a reference needs a UNet with {3 * self.vae.latent_channels} input channels, "
                 f"this model's has {self.unet.in_channels}; leave the reference out, or train such "
-                "a model, see create_modified_unet.py --num_images 2"
+                "a model"
             )
         return call
 
