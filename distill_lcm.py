@@ -363,8 +363,14 @@ def save_model(config: Config, scheduler, lora, metrics):
     """
     output_dir = Path(config.output_dir)
     teacher, R = shlex.quote(str(config.pretrained_model_name_or_path)), config.resolution
-    num_steps = 5 if scheduler.is_flow else 4  # a flow's last step begins at time 0.001
+    num_steps = 5 if scheduler.is_flow else 4  # a flow's last step begins near time 0
     torch_name = type(scheduler).__name__.removeprefix("Flax")
+    with_torch = f"""\
+With PyTorch, use `{torch_name}`, `pipeline.load_lora_weights`, {num_steps} steps and both guidance
+scales 1.
+"""
+    if scheduler.is_flow:
+        with_torch = "PyTorch's InstructPix2Pix pipeline refuses the scheduler of a flow.\n"
     introduction = f"""\
 Edits images in 2 to 8 steps: an LCM-LoRA of the InstructPix2Pix model `{teacher}`, distilled with
 guidance scale {config.guidance_scale:g} and image guidance scale {config.image_guidance_scale:g}.
@@ -378,9 +384,7 @@ python edit_cli.py --model {teacher} --lora {shlex.quote(config.output_dir)} \\
     --resolution {R} --input in.jpg --edit "make it red" --output out.png
 ```
 
-With PyTorch, use `{torch_name}`, `pipeline.load_lora_weights`, {num_steps} steps and both guidance
-scales 1.
-"""
+{with_torch}"""
     write_readme(config, config.output_dir, introduction, metrics, tags=("lora", "lcm"))
     scales = dict(guidance_scale=1.0, image_guidance_scale=1.0)
     write_defaults(output_dir, **scales, num_inference_steps=num_steps, scheduler="lcm")

@@ -276,11 +276,12 @@ def diffusion_loss(
         The mean loss, a float32 scalar.
 
     Source: DDPM (arXiv 2006.11239), equation 14; InstructPix2Pix (arXiv 2211.09800), equation 1;
-    min-SNR (arXiv 2303.09556), section 3.4.
+    min-SNR (arXiv 2303.09556), section 3.4; rectified flow (arXiv 2209.03003), equation 1.
     """
     x_t = scheduler.add_noise(scheduler_state, x_0, noise, timesteps)
     target = noise
-    if getattr(scheduler.config, "prediction_type", "flow") != "epsilon":
+    is_flow = getattr(scheduler, "is_flow", False)  # whose config may name another type
+    if is_flow or scheduler.config.prediction_type != "epsilon":
         target = scheduler.get_velocity(scheduler_state, x_0, noise, timesteps)
     x_in = jnp.concatenate((x_t, condition), axis=1)  # (B, 2C or 3C, h, w)
     added = {}

@@ -39,6 +39,7 @@ from diffusers_flax.models.quantization import store
 from diffusers_flax.models.vae import with_tile
 from diffusers_flax.pipelines.attention_sharing import SCOPE
 from diffusers_flax.pipelines.base import MODULES
+from diffusers_flax.pipelines.guidance import read_guidance
 from diffusers_flax.pipelines.memory import choose_vae_tile, num_bytes_at_once
 from diffusers_flax.pipelines.running import Options
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
@@ -228,9 +229,12 @@ def image_program(config, devices):
     if isinstance(config, EditProgramFlags):
         inputs["image"] = jax.ShapeDtypeStruct((n, B, 3, height, width), jnp.float32)
         inputs["image_guidance_scale"] = scale
+        if pipeline.unet.num_condition_images == 2:
+            inputs["reference"] = inputs["image"]
     scales = {name: np.max(getattr(config, name)) for name in inputs if name.endswith("_scale")}
     branches = pipeline.guidance_branches(**scales)
     options = sampling.steps(type(pipeline)) | {"height": height, "width": width}
+    options["guidance"] = read_guidance(config.guidance, pipeline.accelerate)
     schedule = pipeline.make_schedule(Options(**options), pipeline.latent_shape(B, height, width))
     plan = plan_steps(pipeline.accelerate, branches, schedule.scales)
     fractions = switch_fractions(plan)

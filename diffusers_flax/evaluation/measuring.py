@@ -163,7 +163,7 @@ class Evaluation:
         def load(place):
             pair, size = self.pairs[place], self.sizes[place]
             mask = pair.decoded_mask(size) if self.is_masked[place] else None
-            reference = pair.decoded("reference", size)
+            reference = pair.decoded("reference", size) if takes_reference else None
             if pair.after is None or load_result is None:
                 return pair.decoded("original", size), mask, reference
             return fit_image(load_result(pair.after), size), mask, reference

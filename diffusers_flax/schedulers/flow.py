@@ -88,7 +88,7 @@ class FlaxFlowMatchEulerDiscreteScheduler(SigmaScheduler):
 
     def _plan(self, num_inference_steps, first_step, timesteps):
         ends = self._training_times()
-        # PyTorch's times are shifted at both ends and once more in between.
+        # PyTorch shifts the ends, then all times once more. Given timesteps are used as they are.
         times = shift_times(np.linspace(ends[-1], ends[0], num_inference_steps), self.config.shift)
         if timesteps is not None:
             times = timesteps / len(self)

@@ -1,5 +1,6 @@
 """Cache the VAE's latents of a dataset on disk, for cache_latents.py and --cache_latents."""
 
+import contextlib
 import json
 import logging
 import math
@@ -51,7 +52,7 @@ from diffusers_flax.training.processes import all_processes
 logger = logging.getLogger(__name__)
 
 LATENT_COLUMNS = ("original_image", "edited_image", "edit_prompt", TIME_IDS)
-IMAGES = ("original_image", "edited_image", REFERENCE)  # columns of latents
+ENCODED_IMAGES = ("original_image", "edited_image", REFERENCE)  # columns of latents
 PIXELS_PER_BATCH = 8 * 256 * 256  # of original images, per device
 
 
@@ -93,6 +94,15 @@ def encoder_on(devices, vae, params):
     return lambda *images: program(params, jax.device_put(images, sharded))
 
 
+@contextlib.contextmanager
+def storing_without(part, place):
+    """A context that logs a ValueError; the pair is stored without the part that it decodes."""
+    try:
+        yield
+    except ValueError as error:
+        logger.warning("%s: %s; stored without %s", place, error, part)
+
+
 def decode_row(position, original, edited, *references, cells, resample, factor):
     """Decode a pair into images (H, W, 3); an undecodable pair is stored without latents.
 
@@ -101,28 +111,28 @@ def decode_row(position, original, edited, *references, cells, resample, factor)
         mask or reference is stored as b"", and training that reads it replaces the pair.
     """
     row, group = {}, cells.group
-    try:
+    place = f"{group.path.name} row {group.first_row + position}"
+    with storing_without("latents", place):
         of_pair = group._replace(mask_column="", reference_column="")
         pair = pair_at(cells._replace(group=of_pair), position)
         row["edit_prompt"] = pair.instruction
         time_ids = decode_pair(pair, (original, edited), resample, 0.5, False)
-        row |= {TIME_IDS: time_ids.tobytes(), MASK: b"", REFERENCE: b""}
-        if group.reference_column:
+        row[TIME_IDS] = time_ids.tobytes()
+    if TIME_IDS in row and group.mask_column:
+        row[MASK], mask = b"", np.empty(original.shape[:2], np.uint8)
+        with storing_without("its mask", place):
+            pair = pair._replace(mask=image_at(cells, group.mask_column, position))
+            place_mask(pair, mask, time_ids, resample, 0.5, False)
+            row[MASK] = reduce_mask(mask, factor).tobytes()
+    if TIME_IDS in row and group.reference_column:
+        row[REFERENCE] = b""
+        with storing_without("its reference image", place):
             data = image_at(cells, group.reference_column, position)
             if data is None:
                 row[REFERENCE] = None
             else:
                 place_image(data, references[0], resample, 0.5, False, "reference_image")
                 del row[REFERENCE]  # its latents are stored
-        if group.mask_column:
-            mask = np.empty(original.shape[:2], np.uint8)
-            pair = pair._replace(mask=image_at(cells, group.mask_column, position))
-            place_mask(pair, mask, time_ids, resample, 0.5, False)
-            row[MASK] = reduce_mask(mask, factor).tobytes()
-    except ValueError as error:
-        place = f"{group.path.name} row {group.first_row + position}"
-        lost = "it" if TIME_IDS in row else "latents"
-        logger.warning("%s: %s; stored without %s", place, error, lost)
     return row
 
 
@@ -173,7 +183,7 @@ def write_shard(path, groups, metadata, config, encode, batch_size, count):
             for (group, number, positions, decoded, _), arrays, _ in batches:
                 for position, row, *latents in zip(positions, decoded, *map(np.asarray, arrays)):
                     if TIME_IDS in row:
-                        row = dict(zip(IMAGES, (x.tobytes() for x in latents))) | row
+                        row = dict(zip(ENCODED_IMAGES, (x.tobytes() for x in latents))) | row
                     rows[position] = row | {SIZE: number}
                 count(decoded)
                 if len(rows) == group.num_rows:

@@ -245,7 +245,7 @@ def open_modules(config, dtype):
             f"the UNet in {unet_source} does not fit the text encoders of {source}; take both from "
             "the same model"
         )
-    if scheduler.config.get("prediction_type") == "sample":
+    if not scheduler.is_flow and scheduler.config.prediction_type == "sample":
         raise ValueError(
             f"the scheduler of {source} has prediction_type sample; use a model with epsilon or "
             "v_prediction"

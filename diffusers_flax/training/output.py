@@ -118,8 +118,10 @@ def is_finished(config):
     record, model = (Path(config.output_dir, name) for name in ("config.json", final_file(config)))
     if config.overwrite_output_dir or not (record.exists() and model.exists()):
         return False
-    saved, now = read_json(record), json.loads(json.dumps(asdict(config), default=str))
-    is_same = all(saved.get(name) == now[name] for name in now.keys() - OF_A_START)
+    defaults = {field.name: field.default for field in fields(config)}  # of flags since then
+    defaults, now = (json.loads(json.dumps(x, default=str)) for x in (defaults, asdict(config)))
+    saved = defaults | read_json(record)
+    is_same = all(saved[name] == now[name] for name in now.keys() - OF_A_START)
     return is_same and model.stat().st_mtime_ns >= record.stat().st_mtime_ns
 
 

@@ -76,6 +76,8 @@ edited.save("out.png")
 """
     if reference:
         with_torch = "PyTorch's InstructPix2Pix pipeline refuses a UNet for two images.\n"
+    elif pipeline.scheduler.is_flow:
+        with_torch = "PyTorch's InstructPix2Pix pipeline refuses the scheduler of a flow.\n"
     introduction = f"""\
 Edits images by instruction: an InstructPix2Pix of `{base_model}`, trained on {datasets} with JAX.
 

@@ -342,7 +342,7 @@ def test_numpy_to_pil():
     [
         (
             lambda f: edit_json(f / "unet/config.json", in_channels=4),
-            "pipeline needs 8; edit",
+            "pipeline needs 8 or 12; edit",
         ),
         (
             lambda f: edit_json(
