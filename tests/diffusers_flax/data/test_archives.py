@@ -23,12 +23,10 @@ from edit_sets import (
     write_lines,
     write_tar,
 )
-from known_sets import plain, write_known
+from known_sets import plain
 from PIL import Image
 from shards import encode, smooth
-from trainer_runs import config_of, read_metrics, run_trainer
 
-import evaluate_edits
 import parquet_processing
 from diffusers_flax.data import writing
 from diffusers_flax.data.archives import convert
@@ -377,32 +375,6 @@ def test_copies_of_a_held_out_image_are_not_trained_on(tmp_path, capsys):
     assert "left out    2 pairs: its original image is held out" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*SETS, "Bin1117/AnyEdit", "BryanW/HumanEdit"])
-def test_a_known_set_trains(model, lenient_optimizer, tmp_path, monkeypatch, name):
-    """20 steps and an evaluation by the command lines that a user types."""
-    data = tmp_path / "data"
-    if name in SETS:
-        greys = [*make_set(name, tmp_path / "set").values()]
-        run(tmp_path / "set", data)
-    else:
-        greys = [(n, 255 - n) for n in range(8)]
-        write_known(data, name)
-    has_masks = name in ("a1557811266/Inter-Edit-Train", "BryanW/HumanEdit")
-    options = {"max_train_steps": 20, "mask_loss_weight": 3.0 if has_masks else 1.0}
-    run_trainer(config_of(model, data, tmp_path / "out", **options), monkeypatch)
-    rows = read_metrics(tmp_path / "out")
-    assert [row["step"] for row in rows] == list(range(1, 21))
-    assert all(np.isfinite(row["loss"]) for row in rows)
-    flags = {"model": tmp_path / "out", "data_dir": data, "output_dir": tmp_path / "scores"}
-    flags |= {"clip_model": "", "num_inference_steps": 1, "resolution": 16}
-    evaluate_edits.main([f"--{flag}={value}" for flag, value in flags.items()])
-    scores = json.loads((tmp_path / "scores" / "results.json").read_text())
-    copied = np.abs(np.subtract(*np.transpose(greys))).mean() / 255
-    assert scores["baselines"][0]["l1"] == pytest.approx(copied, abs=1e-4)
-    assert np.isfinite(scores["rows"][0]["l1"])
-
-
 def test_lists_of_images_are_read_as_before(tmp_path, capsys):
     folder = tmp_path / "set"
     folder.mkdir()
@@ -445,10 +417,3 @@ def test_mistakes(tmp_path, capsys, kind):
     (tmp_path / "set").mkdir()
     make(tmp_path / "set")
     assert words in refuse(tmp_path / "set", tmp_path / "data", capsys, *args)
-
-
-def test_groups_by_hand():
-    """Columns: original, edited. 5 edits the result of 1; 2 has the original of 0."""
-    pairs = [(10, 11), (20, 21), (10, 12), (30, 31), (40, 41), (21, 22)]
-    keys = [(*pair, number == 4) for number, pair in enumerate(pairs)]
-    assert writing.group_originals(keys).tolist() == [0, 1, 0, 2, 2, 1]

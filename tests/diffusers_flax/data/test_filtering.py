@@ -94,24 +94,6 @@ def test_rows_are_chosen_as_one_by_one(tmp_path, wanted):
     assert f"wrote {len(numbers)} of 120 pairs to" in report
 
 
-def test_counts_are_printed(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = [row(n, line=n // 5, clip_image=0.7 + n / 100) for n in range(10)]
-    rows[9]["clip_text_edited"] = 0.1
-    write(tmp_path / "data", [rows])
-    flags = ["--min_clip_text", "0.2", "--min_clip_image", "0.755", "--num_kept", "2"]
-    parquet_processing.main(["--pairs", "data", "--output_dir", "clean", *flags])
-    printed = capsys.readouterr().out
-    assert printed.startswith(
-        "wrote 2 of 10 pairs to clean (shards: 1)\n"
-        "            9 reach --min_clip_text 0.2 (best 0.3000)\n"
-        "            4 reach --min_clip_image 0.755 (best 0.7900)\n"
-        "            2 of them with --num_kept 2\n"
-    )
-    assert "checked     all 2 rows" in printed and "unreadable  0 of 2 rows" in printed
-    assert not (tmp_path / "clean/.unfinished").exists()
-
-
 def test_shards_with_scores_are_not_converted_without_a_choice(tmp_path, monkeypatch, capsys):
     """Conversion of shards would leave the scores out."""
     monkeypatch.chdir(tmp_path)

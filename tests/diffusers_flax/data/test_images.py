@@ -19,22 +19,7 @@ from shards import (
     write_shard,
 )
 
-from diffusers_flax.data.images import crop_image, decode_image, encoded_size, load_image
-
-
-@pytest.mark.parametrize(
-    "content, reason",
-    [
-        (b"no image", "no known image format"),
-        (encode(smooth(0, 48, 64), "JPEG")[:900], "Premature end"),
-    ],
-)
-def test_files_that_are_no_image_are_named(tmp_path, content, reason):
-    (tmp_path / "a.png").write_bytes(content)
-    with pytest.raises(ValueError, match=f"a.png cannot be read as an image: {reason}"):
-        load_image(tmp_path / "a.png")
-    with pytest.raises(ValueError, match="does not exist; check the path"):
-        load_image(tmp_path / "b.png")
+from diffusers_flax.data.images import crop_image, decode_image, encoded_size
 
 
 @pytest.mark.parametrize("resample", ["lanczos", *slow("bicubic")])
@@ -195,20 +180,9 @@ def test_encoded_size_is_that_of_the_upright_image(kind, orientation):
     assert encoded_size(data) == decode_image(data).shape[1::-1]
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "progressive", "CMYK", "turned", "PNG", "WEBP", "GIF"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF"])
 def test_truncated_image_is_refused(kind):
-    image = Image.fromarray(smooth(0, 60, 60))
-    turned = image.getexif()
-    turned[0x0112] = 3
-    data = {
-        "JPEG": lambda: encode(image, "JPEG"),
-        "progressive": lambda: encode(image, "JPEG", progressive=True),
-        "CMYK": lambda: encode(image.convert("CMYK"), "JPEG"),
-        "turned": lambda: encode(image, "JPEG", exif=turned),
-        "PNG": lambda: encode(image),
-        "WEBP": lambda: encode(image, "WEBP"),
-        "GIF": lambda: encode(image, "GIF"),
-    }[kind]()
+    data = encode(Image.fromarray(smooth(0, 60, 60)), kind)
     decode_image(data)
     # The last 20 bytes of a PNG and the last bytes of a GIF hold no pixels.
     for end in (len(data) // 3, len(data) - (24 if kind in ("PNG", "GIF") else 2)):
