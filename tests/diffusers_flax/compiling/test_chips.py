@@ -15,7 +15,6 @@ from diffusers_flax.compiling.chips import (
     TPUS,
     find_target,
     gpu_compiler,
-    target_config,
     target_devices,
     traced_for,
 )
@@ -29,10 +28,7 @@ from diffusers_flax.models.attention import attention, cuda_capability
         ("v4-32", TPUS["v4"], 16, "2x2x4"),
         ("v5p-8", TPUS["v5p"], 4, "2x2x1"),
         ("v5litepod-16", TPUS["v5e"], 16, "4x4"),
-        ("v6e-256", TPUS["v6e"], 256, "16x16"),
         ("h100", GPUS["h100"], 1, ""),
-        ("rtx4090x2", GPUS["rtx4090"], 2, ""),
-        ("rtx6000pro", GPUS["rtx6000pro"], 1, ""),
         ("a100_40x16", GPUS["a100_40"], 16, ""),
     ],
 )
@@ -54,24 +50,6 @@ def test_topologies_have_as_many_devices(name, libtpu_environment):
     assert len(devices) == target.num_chips
     kinds = {"v4": "TPU v4", "v5p": "TPU v5", "v5e": "TPU v5 lite", "v6e": "TPU v6 lite"}
     assert {device.device_kind for device in devices} == {kinds[name.split("-")[0]]}
-
-
-def test_peaks_are_those_of_the_tensor_cores():
-    """FLOPs of a core and cycle times cores and clock; an H100's clock is lower under load."""
-    per_cycle = {"a100_40": 2048, "h100": 4096, "l4": 1024, "rtx4090": 512, "rtx6000pro": 1024}
-    for name, flops in per_cycle.items():
-        chip = GPUS[name]
-        expected = flops * chip.card.cores * chip.card.clock * 1e9
-        assert chip.flops == pytest.approx(expected, rel=0.08), name
-
-
-def test_target_config_has_the_facts():
-    text = target_config(GPUS["rtx4090"])
-    for fact in ("core_count: 128", "memory_bandwidth: 1008000000000", "clock_rate_ghz: 2.52"):
-        assert fact in text
-    assert "cuda_compute_capability { major: 8 minor: 9 feature_extension: NONE }" in text
-    hopper = target_config(GPUS["h100"])
-    assert "{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }" in hopper
 
 
 def lowered_attention(head_dim):

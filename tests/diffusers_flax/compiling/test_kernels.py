@@ -145,8 +145,6 @@ ENTRY %main (a: f32[64,32], b: f32[32,16]) -> f32[64,16] {
     flops = 2 * 64 * 32 * 16
     full = kernel_table(text, chip)["matmul"]["least_seconds"]
     assert full == pytest.approx(flops / 66.9e12, rel=1e-3)  # NVIDIA's data sheet: 67 TFLOP/s
-    tf32 = kernel_table(text.replace("HIGHEST", "DEFAULT"), chip)["matmul"]["least_seconds"]
-    assert tf32 == pytest.approx(flops / (989.4e12 / 2))
 
 
 @pytest.mark.slow

@@ -448,21 +448,6 @@ def test_unsupported_settings():
 # --- saving ---
 
 
-def test_saved_folder(tmp_path):
-    params = jax.tree.map(jnp.asarray, tiny_params())
-    TinyModel().save_pretrained(tmp_path, params)
-    assert sorted(f.name for f in tmp_path.iterdir()) == [
-        "config.json",
-        "diffusion_pytorch_model.safetensors",
-    ]
-    config = {**CONFIG, "act_fn": "silu", "sizes": [1, 2]}
-    assert json.loads((tmp_path / "config.json").read_text()) == config
-    saved = safetensors.torch.load_file(tmp_path / "diffusion_pytorch_model.safetensors")
-    assert saved.keys() == STATE_SHAPES.keys()
-    for key, tensor in tiny_state().items():
-        assert torch.equal(saved[key], tensor), key
-
-
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_save_dtype_variant_and_msgpack(tmp_path, dtype):
     expected = tiny_params(np.dtype(dtype))

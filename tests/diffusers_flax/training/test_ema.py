@@ -17,7 +17,6 @@ from diffusers_flax.training.ema import (
     ema_update,
     posthoc_weights,
     power_decay,
-    profile_products,
     sigma_rel_to_gamma,
     warmup_decay,
     window_decay,
@@ -57,17 +56,6 @@ def test_window_decay_leaves_the_start_as_little_as_mosaicml_does():
     assert window_decay(5) == window_decay(2) == 0
 
 
-def test_the_plan_of_power_averages():
-    plan = ema_plan(trainer.Config("", "", ema="power", ema_every=2), 100)
-    assert plan.first_step == 0
-    assert [plan.num_updates(step) for step in range(6)] == [0, 0, 1, 1, 2, 2]
-    assert plan.decays(1) == [0, 0]
-    for n in (2, 50):
-        expected = [power_decay(n, sigma_rel_to_gamma(sigma_rel)) for sigma_rel in SIGMA_RELS]
-        assert plan.decays(n) == expected
-    assert plan.decays(50)[0] < plan.decays(50)[1]  # the shorter average forgets faster
-
-
 # Profiles
 
 
@@ -84,16 +72,6 @@ def test_sigma_rel_is_the_profiles_standard_deviation(sigma_rel):
     x, p = sampled_profile(1.0, gamma)
     mean = np.mean(x * p)
     assert math.sqrt(np.mean((x - mean) ** 2 * p)) == pytest.approx(sigma_rel, rel=1e-3)
-
-
-def test_profile_products_are_the_integrals():
-    times, gammas = np.array([0.25, 0.5, 1.0, 1.0]), np.array([6.9, 17.0, 0.4, 17.0])
-    products = profile_products(times[:, None], gammas[:, None], times, gammas)
-    profiles = np.stack([sampled_profile(t, gamma)[1] for t, gamma in zip(times, gammas)])
-    np.testing.assert_allclose(products, profiles @ profiles.T / profiles.shape[1], rtol=1e-3)
-    # In steps of any length: large numbers do not overflow.
-    longer = profile_products(3e6 * times[:, None], gammas[:, None], 3e6 * times, gammas)
-    np.testing.assert_allclose(3e6 * longer, products)
 
 
 @pytest.mark.parametrize("sigma_rel", [0.03, 0.08, 0.2])

@@ -1,11 +1,10 @@
 """The output directory: finished runs, files of a replaced model, uploads to the hub."""
 
-import json
 import os
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,23 +13,8 @@ from helpers import ROOT
 from hub_upload_server import UploadHub
 
 import flax_train_instruct_pix2pix as trainer
-from diffusers_flax.training.output import check_output_dir, is_finished
+from diffusers_flax.training.output import check_output_dir
 from diffusers_flax.training.processes import locked
-
-
-def test_only_the_same_command_is_finished(tmp_path):
-    config = trainer.Config("base", "unet", output_dir=str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
-    assert not is_finished(config)
-    (tmp_path / "model_index.json").touch()
-    assert is_finished(config) and is_finished(replace(config, dataloader_num_workers=3))
-    for change in (
-        dict(pretrained_model_name_or_path="other"),
-        dict(max_train_steps=3),
-        dict(lora_rank=4),
-        dict(overwrite_output_dir=True),
-    ):
-        assert not is_finished(replace(config, **change))
 
 
 def test_a_model_without_complete_checkpoints_is_not_overwritten(tmp_path):

@@ -357,10 +357,6 @@ def stopped(model, data, tmp_path_factory):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"seed": 4, "learning_rate": 0.5},
-            "learning_rate was 0.001 and is 0.5; seed was 3 and is 4. Change that back",
-        ),
         ({"model": 1}, "weights of unet_model_name_or_path was"),
         ({"data": 1}, "shards of train_data_dir was"),
     ],
