@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import ROOT, edit_json, files_of
+from helpers import ROOT, files_of
 from PIL import Image
 from references import open_ours
 from safetensors.torch import load_file, save_file
-from tiny_models import make_tiny_clip, make_tiny_pipeline, make_tiny_xl
+from tiny_models import make_tiny_clip, make_tiny_pipeline
 
 import cache_latents
 import create_modified_unet
@@ -402,10 +402,7 @@ MISTAKES = [
     ("--captions long.jsonl", "has 1 problem: line 1: input is too long, 202 tokens of 77: 'photo"),
     ("--template a b c", "give one of --captions FILE and --template INPUT EDIT OUTPUT"),
     ("--clip_model WORDLESS", "opened: it has no tokenizer.json and no vocab.json; name a"),
-    ("--clip_model BERT", "it is a model of type bert; name a directory or hub id of a CLIP model"),
     ("--model EDITS", "--model EDITS is an edit model (StableDiffusionInstructPix2PixPipeline)"),
-    ("--model REFINER", "is a refiner, which needs an image"),
-    ("--guidance_scale 15 7.5", "--guidance_scale 15 7.5 must be in order"),
     ("--guidance_scale 1 7", "up to 1 there is no guidance; take both above 1, or both up to 1"),
     ("--attention_sharing 0.1 1.1", "--attention_sharing 1.1 must be from 0 to 1"),
     ("--keep_all --early_stop", "--keep_all makes and keeps all samples; leave --early_stop or"),
@@ -423,9 +420,6 @@ def others(tmp_path_factory):
     """Directories of models that make no pairs."""
     folder = tmp_path_factory.mktemp("others")
     make_tiny_pipeline(folder / "EDITS", in_channels=8)
-    make_tiny_xl(folder / "REFINER", refiner=True)
-    make_tiny_clip(folder / "BERT")
-    edit_json(folder / "BERT" / "config.json", model_type="bert")
     make_tiny_clip(folder / "WORDLESS")
     for file in [*(folder / "WORDLESS").glob("*token*"), folder / "WORDLESS" / "vocab.json"]:
         file.unlink(missing_ok=True)
@@ -442,7 +436,7 @@ def test_a_mistake_is_one_line_before_weights_are_read(
 
     monkeypatch.setattr(FlaxModelMixin, "from_pretrained", read)
     monkeypatch.setattr(FlaxCLIPModel, "from_pretrained", read)
-    for name in ("EDITS", "REFINER", "BERT", "WORDLESS"):
+    for name in ("EDITS", "WORDLESS"):
         shutil.copytree(others / name, name)
     write("long.jsonl", [ROWS[0] | {"input": LONG}])
     before = files_of(Path())
@@ -496,16 +490,3 @@ def test_without_clip_all_samples_are_kept(capsys):
     with pytest.raises(SystemExit):
         run("", "--early_stop", output="other")
     assert '--clip_model "" makes and keeps all samples' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("num_lines", "flags", "expected"),
-    [
-        (128, dict(), 2),  # 64 shards
-        (450_000, dict(keep_all=True), 4),  # 400 pairs
-        (20, dict(num_samples=10), 4),  # 32 samples
-    ],
-)
-def test_lines_of_a_shard(num_lines, flags, expected):
-    config = make_pairs.Config(model="", **flags)
-    assert make_pairs.choose_lines_per_shard(config, num_lines) == expected

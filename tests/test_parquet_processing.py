@@ -16,20 +16,8 @@ from shards import (
 )
 
 import parquet_processing
-from diffusers_flax.data.shards import Pair
-from diffusers_flax.generating.captions import LINE_HEIGHT
 
 SCRIPT = Path(parquet_processing.__file__)
-
-
-def test_a_preview_shows_two_lines_of_a_long_prompt():
-    data = encode(Image.new("RGB", (64, 64), "red"), "PNG")
-    short, long = (
-        parquet_processing.draw_preview([Pair(data, data, prompt)], 64)
-        for prompt in ("make it", "make it red and then blue " * 20)
-    )
-    assert (short.width, short.height) == (4 + 128 + 4, 4 + 64 + LINE_HEIGHT + 4)
-    assert (long.width, long.height) == (short.width, short.height + LINE_HEIGHT)
 
 
 def test_truncated_shards_are_named(tmp_path, capsys):

@@ -163,12 +163,6 @@ def test_random_sizes(units, num_workers):
     assert max(loads) <= sum(weights) / num_workers + max(weights, default=0)
 
 
-def test_sizes_by_hand():
-    """Largest first to the least loaded worker; ties keep their order."""
-    assert assigned([[5], [9], [5], [5], [1]], 2) == [1, 0, 1, 0, 1]
-    assert assigned([[4], [None], [2, 3]], 2) == [1, 1, 0]  # a size is unknown: files count
-
-
 # --- Shards on the hub ---------------------------------------------------------------------------
 
 
@@ -227,13 +221,11 @@ def test_many_converted_parts(hub):
     ("path", "where"),
     [
         ("data/train-00000-of-00262-04567e4fa3e84c1c.parquet", ("default", "train")),
-        ("0003.parquet", ("default", "train")),
         ("some images.parquet", ("default", "train")),
         ("train/0000.parquet", ("default", "train")),
         ("data/test/part-0-of-9.parquet", ("default", "test")),
         ("en/train-00000-of-00002.parquet", ("en", "train")),
         ("en/validation/x.snappy.parquet", ("en", "validation")),
-        ("data/en/validation-1.parquet", ("en", "validation")),
         ("data/holdout-00000-of-00001.parquet", ("default", "holdout")),
         ("imagenet-train-00000-of-01024.parquet", ("default", "train")),
         ("a/b/x.parquet", ("a/b", "train")),
@@ -536,11 +528,8 @@ def test_urls(hub, tmp_path):
     "line",
     [
         "h/b",
-        "http:///a",
         "http://h/c ten",
         "http://h/d 5 abc",
-        "http://h/é",
-        "http://h/ok 5 # five",
         "https://me:secret@host/x.parquet",
     ],
 )
@@ -651,13 +640,7 @@ def test_files_appear_complete(shards, monkeypatch):
             ["--dataset=a/b", "--worker=3", "--num_workers=3"],
             "--worker needs --num_workers above it",
         ),
-        (
-            ["--dataset=a/b", "--worker=-1", "--num_workers=2"],
-            "--worker needs --num_workers above it",
-        ),
-        (["--dataset=a/b", "--max_shards=0"], "--max_shards must be at least 1"),
         (["--dataset=a/b", "--worker=x"], "argument --worker: invalid int value: 'x'"),
-        (["--dataset=a/b", "--nothing=x"], "unrecognized arguments: --nothing=x"),
         (["--dataset", "https://huggingface.co/datasets/a/b"], "Repo id must be in the form"),
     ],
 )
