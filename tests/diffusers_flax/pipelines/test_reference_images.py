@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 from flax.jax_utils import replicate
 from helpers import PROMPTS, psnr, random_inputs, slow
 from references import open_ours, open_theirs
@@ -114,6 +115,19 @@ def test_edits_equal_a_loop_over_the_parts_of_pytorch(folders, kind, scheduler, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("accelerate", ["deepcache:interval=2", "guidance:stop=0.5", "tome"])
+def test_accelerations_see_the_reference(folders, accelerate):
+    images, others, _ = images_and_references(2, 4)
+    edits = []
+    for accelerated, sees in ((), True), (accelerate, True), ((), False):
+        pipeline, params = open_ours(folders["sd"], accelerate=accelerated)
+        *arrays, reference = pipeline.prepare_inputs(PROMPTS[:2], images, reference=others)
+        options = dict(num_inference_steps=10, reference=reference if sees else None, **SCALES)
+        edits.append(pipeline(*arrays, params, KEY, **options).images)
+    assert psnr(edits[0], edits[1]) > 3 + psnr(edits[2], edits[1])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [None, "data=2", "data=1,branches=3", "data=1,rows=2"])
 def test_devices_share_edits_with_references(folders, parallel):
     pipeline, params = open_ours(folders["sd"])
@@ -130,3 +144,23 @@ def test_devices_share_edits_with_references(folders, parallel):
         options |= {"jit": True, "reference": reference[:, None]}
     found = pipeline(*arrays, params, KEY, **options).images
     np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=2e-4)
+
+
+def test_a_reference_is_for_models_that_see_it(folders, tmp_path):
+    """Others refuse it. PyTorch opens the UNet, bit by bit, but its pipeline cannot edit."""
+    narrow, _ = open_ours(make_tiny_pipeline(tmp_path / "narrow"))
+    images, others, _ = images_and_references(1, 4)
+    arrays = narrow.prepare_inputs("red", images, reference=others)
+    with pytest.raises(ValueError, match="needs a UNet with 12 input channels, this model's has 8"):
+        narrow(*arrays[:2], {}, KEY, reference=arrays[2])
+    pipeline, params = open_ours(folders["sd"])
+    pipeline.save_pretrained(tmp_path / "saved", params)
+    unet, saved = (
+        UNet2DConditionModel.from_pretrained(folder, subfolder="unet").state_dict()
+        for folder in (folders["sd"], tmp_path / "saved")
+    )
+    assert unet["conv_in.weight"].shape[1] == 12 and unet.keys() == saved.keys()
+    assert all(torch.equal(saved[name], x) for name, x in unet.items())
+    theirs = open_theirs(tmp_path / "saved", pipeline.scheduler)
+    with pytest.raises(ValueError, match="Incorrect configuration settings"):
+        theirs("red", image=torch.tensor(images).permute(0, 3, 1, 2))

@@ -15,6 +15,7 @@ from diffusers_flax.training.publishing import write_card
 PIPELINE = SimpleNamespace(
     torch_class_name="StableDiffusionInstructPix2PixPipeline",
     unet=SimpleNamespace(num_condition_images=1),
+    scheduler=SimpleNamespace(is_flow=False),
 )
 
 
