@@ -106,7 +106,7 @@ def create_modified_unet(config: Config):
     if narrow.in_channels % narrow.out_channels or in_channels <= narrow.in_channels:
         raise ValueError(
             f"the UNet of {source} has {narrow.in_channels} input channels; "
-            "give a text-to-image model, or for a reference image --num_images 2"
+            "widen a text-to-image model, or with --num_images 2 also one for edits"
         )
     wide = narrow.clone(in_channels=in_channels)
     wide_params = widen(narrow_params, in_channels)

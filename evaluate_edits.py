@@ -172,6 +172,9 @@ def run(config):
     factors, resolutions = set(), set()
     for model in config.model:
         is_xl, configs = check_tasks(model, [EDIT])
+        unet = configs["unet"]
+        if config.wrong_reference and unet["in_channels"] != 3 * unet["out_channels"]:
+            raise ValueError(f"--wrong_reference: {model} sees no reference; leave the flag out")
         factor, resolution = factor_and_resolution(configs, config.resolution)
         factors.add(factor)
         resolutions.add(resolution)
