@@ -1,6 +1,7 @@
 """Training a rectified flow: against PyTorch's UNet, and by the command line."""
 
 import json
+import shutil
 from functools import partial
 
 import diffusers
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import PROMPTS, psnr, random_inputs, random_normal
+from shards import write_random_shard
 from tiny_models import make_tiny_pipeline
 from trainer_runs import SIZE, config_of, run_badly, run_trainer
 
@@ -90,6 +92,22 @@ def test_a_trained_flow_edits_as_in_pytorch(model, data, tmp_path, monkeypatch):
     # Accelerations use the clean image that the velocity implies.
     faster, params = FlaxDiffusionPipeline.from_pretrained(out, accelerate="spectrum")
     assert np.isfinite(faster(*inputs, params, jax.random.key(0), 20, **scales).images).all()
+
+
+@pytest.mark.slow
+def test_a_flow_resumes_with_buckets_and_latents(model, tmp_path, monkeypatch, capsys):
+    (tmp_path / "data").mkdir()
+    write_random_shard(tmp_path / "data" / "a.parquet", 48, sizes=((22, 18), (30, 18)))
+    options = dict(aspect_ratio_buckets=("16x16", "20x12"), cache_latents=str(tmp_path / "latents"))
+    options |= dict(prediction="flow", max_train_steps=4, checkpointing_steps=2, random_crop=False)
+    config = config_of(model, tmp_path / "data", out := tmp_path / "out", **options)
+    run_trainer(config, monkeypatch)
+    unet = out / "unet" / "diffusion_pytorch_model.safetensors"
+    whole = unet.read_bytes()
+    shutil.rmtree(out / "checkpoints" / "4")
+    (out / "model_index.json").unlink()
+    run_trainer(config, monkeypatch)
+    assert "resuming after step 2" in capsys.readouterr().out and unet.read_bytes() == whole
 
 
 @pytest.mark.parametrize("flags", [dict(snr_gamma=5.0), dict(lora_rank=4)])
