@@ -152,7 +152,7 @@ def train_program(config, devices):
     models, frozen, params = training_model_shapes(config)
     plan = ema_plan(config, config.max_train_steps)
     tx, _ = trainer.make_optimizer(config, config.max_train_steps)
-    axes = shard_axes(params, n, devices[0].platform)
+    axes = shard_axes(params, n, devices[0].platform, config.optimizer == "adafactor")
     options = trainer.train_step_options(config)
     train_step = partial(trainer.train_step, models=models, tx=tx, axes=axes, **options)
 

@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from optax.contrib import ScheduleFreeState, schedule_free_adamw, schedule_free_eval_params
 
 from diffusers_flax.command_line import Above, AtLeast, AtMost, Below, Between, Seed, run_main
 from diffusers_flax.training.batches import Batches, compile_steps, length_of_run, open_dataset
@@ -126,8 +127,11 @@ class Config:
     learning_rate: Positive = 5e-5  # peak of the schedule
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"  # decay after warm-up
     lr_warmup_steps: Annotated[int, AtLeast(0)] = 0  # steps of linear warm-up from 0
+    # docs/training.md compares them; the next flags are for each that has such a number
+    optimizer: Literal["adamw", "lion", "adafactor", "schedule_free"] = "adamw"
     adam_beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9  # decay of the first moment
-    adam_beta2: Annotated[float, AtLeast(0), Below(1)] = 0.999  # decay of the second moment
+    # decay of the second moment; Lion's first, where 0.99 is usual
+    adam_beta2: Annotated[float, AtLeast(0), Below(1)] = 0.999
     adam_weight_decay: Annotated[float, AtLeast(0)] = 1e-2  # decoupled, as in AdamW; 0: off
     adam_epsilon: Positive = 1e-8  # added to the root of the second moment
     max_grad_norm: Positive = 1.0  # clip the gradient to this global norm
@@ -341,7 +345,8 @@ def train_step(
         batch: this device's rows, see encode_batch.
         base_rng: PRNG key, the same on every device and in every step.
         models: Models.
-        tx: element-wise optax optimizer, such as Adam; others would see only one shard.
+        tx: element-wise optax optimizer, such as Adam; others would see only one shard, see
+            make_optimizer.
         axes: shard_axes of the UNet's parameters.
         dropout_rate: see conditioning_dropout.
         snr_gamma, mask_loss_weight: see diffusion_loss; 1: the batch needs no "mask".
@@ -460,16 +465,28 @@ def update_ema(averages, params, step, plan, p_start, p_update):
 
 
 def best_weights(state, averages):
-    """The weights to use: the first average, or before there is one the trained weights."""
+    """The weights to use: the first average, or before there is one the trained weights.
+
+    schedule_free trains at other weights than its average, which follows from its state.
+    """
+    if isinstance(state.opt_state, ScheduleFreeState):
+        return schedule_free_average(state.opt_state, state.params)
     return averages[0] if averages else state.params
 
 
+@jax.jit
+def schedule_free_average(opt_state, params):
+    """The average of schedule_free, sharded like params."""
+    return jax.vmap(schedule_free_eval_params)(opt_state, params)
+
+
 def make_optimizer(config: Config, num_steps):
-    """The optimizer and its learning rate; write another one here, such as optax.lion.
+    """The optimizer and its learning rate; write another one here, such as optax.rmsprop.
 
     A device has a part of each matrix and all vectors in one array. So the optimizer must treat
-    every element alone, as AdamW, Lion, SGD and RMSProp do. On several devices Adafactor (means of
-    rows), LAMB (norms of arrays), Muon (whole matrices) and masks by name would go wrong.
+    every element alone, as AdamW, Lion, SGD and RMSProp do. Adafactor (means of rows) and LAMB
+    (norms of arrays) need shard_axes(..., whole=True): every device has the whole state. For Muon
+    (whole matrices) and masks by name, replicate the state as train_step's docstring says.
     train_step clips the gradient. each_array shortens compilation.
 
     Args:
@@ -488,13 +505,21 @@ def make_optimizer(config: Config, num_steps):
     if config.lr_warmup_steps:
         warmup = optax.linear_schedule(0.0, config.learning_rate, config.lr_warmup_steps)
         schedule = optax.join_schedules([warmup, schedule], [config.lr_warmup_steps])
-    tx = optax.adamw(
-        schedule,
-        b1=config.adam_beta1,
-        b2=config.adam_beta2,
-        eps=config.adam_epsilon,
-        weight_decay=config.adam_weight_decay,
+    options = dict(
+        b1=config.adam_beta1, b2=config.adam_beta2, weight_decay=config.adam_weight_decay
     )
+    if config.optimizer == "lion":
+        tx = optax.lion(schedule, **options)
+    elif config.optimizer == "schedule_free":
+        tx = schedule_free_adamw(schedule, eps=config.adam_epsilon, **options)
+    elif config.optimizer == "adafactor":
+        tx = optax.adafactor(
+            schedule,
+            multiply_by_parameter_scale=False,  # the learning rate means what it does for AdamW
+            weight_decay_rate=lambda step: config.adam_weight_decay * schedule(step),
+        )
+    else:
+        tx = optax.adamw(schedule, eps=config.adam_epsilon, **options)
     return each_array(tx), schedule
 
 
@@ -517,7 +542,7 @@ def run_training(config: Config):
     # Optimizer, EMA, the step to start from
     tx, schedule = make_optimizer(config, num_steps)
     ema = ema_plan(config, num_steps)
-    axes = shard_axes(params, jax.device_count())
+    axes = shard_axes(params, jax.device_count(), whole=config.optimizer == "adafactor")
     identity = run_identity(config, num_steps, dataset, models, params, frozen)
     checkpoints = Checkpoints(config, dataset, identity, ema, axes)
     start_step = checkpoints.start_step

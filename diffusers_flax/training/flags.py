@@ -47,6 +47,7 @@ class TrainerFlags:
     pretrained_vae_model_name_or_path = mask_column = cache_latents = profile_steps = ""
     conditioning_dropout_prob = 0.0
     config_name_or_path = revision = variant = num_train_epochs = storage = hub_model_id = None
+    optimizer = "adamw"
     prediction = coordinator_address = num_processes = process_id = ema_snapshot_steps = None
     validation_guidance_scale = validation_image_guidance_scale = snr_gamma = None
     aspect_ratio_buckets = None
@@ -172,6 +173,10 @@ def check_combinations(config: Any) -> None:
             "--prediction flow with --lora_rank needs --merge_lora, as a LoRA has no scheduler; "
             "once the model is a flow, leave --prediction out"
         )
+    if config.optimizer == "schedule_free" and config.ema != "none":
+        raise ValueError("--optimizer schedule_free averages the weights itself; add --ema none")
+    if config.optimizer == "schedule_free" and config.adam_beta1 == 0:
+        raise ValueError("--optimizer schedule_free divides by --adam_beta1 0; 0.9 is usual")
     needs = {  # flags: what they go with, and whether it is given
         ("lora_alpha", "lora_target_modules", "storage", "merge_lora"): (
             "--lora_rank, for example --lora_rank 16",
@@ -182,6 +187,14 @@ def check_combinations(config: Any) -> None:
         ("ema_snapshot_steps",): (f"--ema power, not {config.ema}", config.ema == "power"),
         ("mask_column",): ("--mask_loss_weight, for example 3", config.mask_loss_weight != 1),
         ("gather_by_block",): ("--gradient_checkpointing", config.gradient_checkpointing),
+        ("adam_beta1", "adam_beta2"): (
+            "--optimizer adamw, lion or schedule_free",
+            config.optimizer != "adafactor",
+        ),
+        ("adam_epsilon",): (
+            "--optimizer adamw or schedule_free",
+            config.optimizer in ("adamw", "schedule_free"),
+        ),
     }
     for names, (needed, has_it) in needs.items():
         for name in names:

@@ -111,17 +111,21 @@ def split_of(x, num_devices, platform=None):
     return best if best.num_shards > 1 and is_worth_it else whole
 
 
-def shard_axes(params, num_devices, platform=None):
+def shard_axes(params, num_devices, platform=None, whole=False):
     """How a tree of parameters is sharded.
 
     Args:
         params: nested dict of arrays or their shapes (ShapeDtypeStructs), not sharded.
         num_devices: number of devices.
         platform: as for kernel_order.
+        whole: every device has every whole array, for optimizers such as Adafactor.
 
     Returns:
         {path, a tuple: Split} of matrices and kernels; vectors that are split alike are one entry.
+        With whole, all arrays have their own.
     """
+    if whole:
+        return dict.fromkeys(sorted(flatten_dict(params)), Split(0, 1))
     axes, vectors = {}, {}
     for path, x in sorted(flatten_dict(params).items()):
         split = split_of(x, num_devices, platform)
@@ -361,7 +365,7 @@ def update_state(tx, state, loss, grads, axes, max_grad_norm):
     """End a training step: clip the gradient, apply the optimizer, average the loss.
 
     Args:
-        tx: element-wise optax optimizer, such as Adam.
+        tx: element-wise optax optimizer, such as Adam; with whole axes, one such as Adafactor.
         state: TrainState.
         loss: of this device's rows.
         grads: this device's shards of the mean gradient.
@@ -376,8 +380,10 @@ def update_state(tx, state, loss, grads, axes, max_grad_norm):
 
     def update(params, opt_state, grads):
         grads = jax.tree.map(lambda g: g * scale, grads)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        updates, new_state = tx.update(grads, opt_state, params)
+        # Adafactor's unused entries have one number and no axis of in_place.
+        new_state = jax.tree.map(lambda new, old: new.reshape(old.shape), new_state, opt_state)
+        return optax.apply_updates(params, updates), new_state
 
     params, opt_state = in_place(update)(state.params, state.opt_state, grads)
     state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
@@ -385,7 +391,7 @@ def update_state(tx, state, loss, grads, axes, max_grad_norm):
 
 
 def each_array(tx):
-    """An element-wise optax optimizer that updates one array after the other.
+    """An optax optimizer that treats each array alone, and updates one array after the other.
 
     Its state is the same; a program traces the update once for each shape, not for each array.
     """
