@@ -24,8 +24,7 @@ from safetensors.numpy import load_file
 
 from demo import make_base_model, make_tiny_vae, photographs
 from demo.evaluate import load_edits, read_pixels, summarize_edits
-from demo.photographs import EDITS, HELD_OUT, TRAINING, load_photographs, random_box, random_crop
-from diffusers_flax.data.images import crop_corner, scaled_shape
+from demo.photographs import EDITS, HELD_OUT, TRAINING, load_photographs, random_crop
 from diffusers_flax.data.options import Transform
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 from diffusers_flax.models.vae import FlaxAutoencoderKL
@@ -172,29 +171,6 @@ def test_xl_base_model_is_an_sdxl_next_to_the_other():
     prompt_ids = pipeline.prepare_inputs([*CAPTIONS])
     images = pipeline(prompt_ids, params, jax.random.key(0), latents=latents, **settings).images
     assert images.shape == (2, 64, 64, 3) and psnr(images, expected) > 60
-
-
-def test_time_ids_of_pretraining_are_those_of_the_loader():
-    """The crop corner is one that the loader can draw for the stored size, mirrored or not."""
-    rng = np.random.default_rng(0)
-    image = Image.new("RGB", (200, 150))
-    corners = set()
-    for seed in range(100):
-        box = random_box(rng, image, 64)
-        ids, mirrored = (
-            make_base_model.random_time_ids(np.random.default_rng(seed), image.size, box, flip)
-            for flip in (False, True)
-        )
-        height, width, top, left = (int(x) for x in ids[:4])
-        assert min(height, width) == box[2] - box[0]
-        assert height <= image.height and width <= image.width
-        scaled = scaled_shape(height, width, (64, 64))
-        assert np.all(crop_corner(*scaled, (64, 64), 0) <= np.array((top, left)))
-        assert np.all((top, left) <= np.array(crop_corner(*scaled, (64, 64), 1 - 1e-9)))
-        assert (*ids[4:], *mirrored[[0, 1, 2, 4, 5]]) == (64, 64, height, width, top, 64, 64)
-        assert mirrored[3] == scaled[1] - 64 - left
-        corners.add((top > 0, left > 0))
-    assert corners == {(False, False), (True, False), (False, True)}
 
 
 @pytest.mark.slow

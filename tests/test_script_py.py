@@ -591,15 +591,6 @@ def test_worker_by_metadata_server(shards, capsys):
     assert own_part(capsys) == (13, 16)
 
 
-def test_num_workers_alone_notes_no_worker(shards, capsys):
-    """No worker index of an earlier plan remains."""
-    plan("--dataset=a/b", "--num_workers=4", "--worker=3")
-    assert Path("plan", WORKER_FILE).read_text() == "3\n"
-    plan("--dataset=a/b", "--num_workers=4")
-    assert not Path("plan", WORKER_FILE).exists()
-    assert "next, on worker K: bash script.sh plan/download-K.txt\n" in capsys.readouterr().out
-
-
 # --- Written files -------------------------------------------------------------------------------
 
 

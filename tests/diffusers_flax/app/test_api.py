@@ -87,16 +87,13 @@ def test_edits_with_a_reference(connect, photo_file, tmp_path):
 @pytest.mark.slow
 @needs_gradio
 def test_images_from_text_and_an_image(connect, tmp_path):
-    """The pipeline's image, with and without mask; errors say why; text alone works as well."""
+    """The pipeline's image, with and without mask; text alone works as well."""
     from gradio_client import handle_file
-    from gradio_client.exceptions import AppError
 
     model, original = make_tiny_pipeline(tmp_path / "model", in_channels=4), photo(32, 24)
     original.save(tmp_path / "photo.png")
     mask = Image.fromarray(np.arange(32) >= np.full((24, 1), 16))
     mask.save(tmp_path / "mask.png")
-    Image.new("L", (8, 8), 255).save(tmp_path / "small.png")
-    Image.new("L", (32, 24)).save(tmp_path / "black.png")
     settings = Settings("a red panda", 3.0, num_inference_steps=4, seed=7, resolution=32)
     settings = dataclasses.replace(settings, strength=0.5, negative_prompt="grey")
     given = {"instruction": "a red panda", "guidance_scale": 3, "seed": 7, "strength": 0.5}
@@ -112,13 +109,6 @@ def test_images_from_text_and_an_image(connect, tmp_path):
         expected = call_pipeline(model, settings, original, mask)
         expected = np.where(np.asarray(mask)[..., None], expected, np.asarray(original))
         assert np.abs(np.int16(Image.open(file)) - expected).max() <= 1
-        for change, message in (
-            ({"strength": 0.1}, "strength=0.1 of num_inference_steps=4 leaves no step to do"),
-            ({"mask": handle_file(tmp_path / "small.png")}, "8x8 pixels, the image 32x24"),
-            ({"mask": handle_file(tmp_path / "black.png")}, "the mask has no white"),
-        ):
-            with pytest.raises(AppError, match=re.escape(message)):
-                client.predict(**given | change)
         text = {name: given[name] for name in ("instruction", "seed")}
         file, made = client.predict(**text, api_name="/image")
         with Image.open(file) as image:

@@ -64,19 +64,6 @@ ENTRY %main (a: f32[256]) -> f32[256] {
     assert hbm_bytes(endless) == 1024 + 256 + 1024 + 3 * 1024
 
 
-@pytest.mark.parametrize(
-    ("target", "kind", "moved"),
-    [
-        ("__cublas$gemm", "(f32[256]{0}, u8[4096]{0})", 2 * 1024),
-        ("tpu_custom_call", "(f32[256]{0}, s8[64]{0})", 2 * 1024 + 64),
-    ],
-)
-def test_the_workspace_of_a_library_is_not_moved(target, kind, moved):
-    text = "ENTRY %main (a: f32[256]) -> f32[256] {\n  %a = f32[256]{0} parameter(0)\n"
-    call = f'  ROOT %call = {kind} custom-call(%a), custom_call_target="{target}"\n}}'
-    assert hbm_bytes(text + call) == moved
-
-
 def test_traffic_of_a_switch_by_hand():
     """A loop of ten trips computes its branches in seven and three of them."""
     text = """HloModule jit_f, is_scheduled=true

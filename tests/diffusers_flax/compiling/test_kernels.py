@@ -133,20 +133,6 @@ def test_rates_by_dtype():
         assert row["least_seconds"] == pytest.approx(2 * 4096**3 / rate)
 
 
-def test_float32_of_the_highest_precision_has_no_tf32():
-    text = """
-ENTRY %main (a: f32[64,32], b: f32[32,16]) -> f32[64,16] {
-  %a = f32[64,32]{1,0} parameter(0)
-  %b = f32[32,16]{1,0} parameter(1)
-  ROOT %gemm.1 = (f32[64,16]{1,0}, s8[16]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"lhs_contracting_dimensions":["1"],"precision_config":{"operand_precision":["HIGHEST","HIGHEST"]}}
-}
-"""  # noqa: E501
-    chip = H100._replace(bandwidth=1e30)
-    flops = 2 * 64 * 32 * 16
-    full = kernel_table(text, chip)["matmul"]["least_seconds"]
-    assert full == pytest.approx(flops / 66.9e12, rel=1e-3)  # NVIDIA's data sheet: 67 TFLOP/s
-
-
 @pytest.mark.slow
 @needs_gpu_compiler
 def test_a_compiled_program():

@@ -9,7 +9,6 @@ import pytest
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 from tpu_programs import accelerated, count_flops, elements, needs_libtpu, tensor_shapes
 
-from diffusers_flax import FlaxStableDiffusionPipeline
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.compiling.chips import Chip, Target, find_target, target_devices
 from diffusers_flax.compiling.programs import (
@@ -165,29 +164,6 @@ def test_flops_and_parameters_of_clip():
     clip = clip_part(6, jax.devices()[:1])
     assert matmul_flops(jax.make_jaxpr(clip.function)(*clip.args).jaxpr) == (2 * 6 * image, 0)
     assert num_bytes(clip.args[0]) == 4 * 427_616_513  # of the published CLIP
-
-
-@pytest.mark.slow
-def test_flops_of_pairs_are_of_a_plain_program(text_model):
-    """Attention sharing selects queries and keys, and adds no matmul."""
-    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(text_model, dtype=jnp.bfloat16)
-    ids = jnp.zeros((4, 77), jnp.int32)
-
-    def plain(params):
-        scales = {"guidance_scale": 7.5, "num_inference_steps": 5, "neg_prompt_ids": ids}
-        return pipeline._generate(ids, params, jax.random.key(0), height=64, width=64, **scales)
-
-    expected = matmul_flops(jax.make_jaxpr(plain)(params).jaxpr)[0]
-    for fractions in ((0, 0), (0.1, 0.9), (1, 1)):
-        config = pairs(text_model, attention_sharing=fractions)
-        assert count_flops(config) == pytest.approx(expected)
-
-
-@pytest.mark.slow
-def test_sizes_of_pairs(text_model):
-    config = pairs(text_model, scheduler="lcm", timesteps=(999, 749, 499), height=32)
-    step = image_program(config, jax.devices()[:1]).parts["step"]
-    assert jax.eval_shape(step.function, *step.args).shape == (1, 4, 32, 64, 3)
 
 
 @pytest.mark.slow
