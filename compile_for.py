@@ -73,7 +73,13 @@ from diffusers_flax.training.models import (
     open_modules,
     store_frozen,
 )
-from diffusers_flax.training.sharding import cast_kernels, frozen_shapes, shard_axes, state_shapes
+from diffusers_flax.training.sharding import (
+    WholeArrays,
+    cast_kernels,
+    frozen_shapes,
+    shard_axes,
+    state_shapes,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +158,7 @@ def train_program(config, devices):
     models, frozen, params = training_model_shapes(config)
     plan = ema_plan(config, config.max_train_steps)
     tx, _ = trainer.make_optimizer(config, config.max_train_steps)
-    axes = shard_axes(params, n, devices[0].platform, config.optimizer == "adafactor")
+    axes = shard_axes(params, n, devices[0].platform, isinstance(tx, WholeArrays))
     options = trainer.train_step_options(config)
     train_step = partial(trainer.train_step, models=models, tx=tx, axes=axes, **options)
 

@@ -146,6 +146,10 @@ def save_checkpoint(config):
     record, arrays = read_record(checkpoint), read_arrays(checkpoint)
     what, prefix = ("average", "ema/0") if record.get("num_averages") else ("weights", "params")
     weights = [arrays[f"{prefix}/{name}"] for name in flatten_by_name(params)]
+    if flags.optimizer == "schedule_free":  # weights = b1 average + (1 - b1) z, arXiv 2405.15682
+        what, b1 = "average", arrays["opt_state/b1"]
+        zs = (arrays[f"opt_state/z/{name}"] for name in flatten_by_name(params))
+        weights = [(x - (1 - b1) * z) / b1 for x, z in zip(weights, zs)]
     weights = jax.tree.unflatten(jax.tree.structure(params), weights)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     write_model(flags, pipeline, {"unet": weights}, params_beside_unet(frozen), {"step": step})

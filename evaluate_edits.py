@@ -119,6 +119,8 @@ def read_pairs(config):
         folder, language = Path(config.data_dir), config.instruction_language
         return read_benchmark(config.protocol, folder, config.max_pairs, language)
     if config.pairs_jsonl:
+        if named := [name for name in vars(config) if "_column" in name and getattr(config, name)]:
+            raise ValueError(f"--{named[0]} is for --data_dir; leave it out")
         pairs = pairs_of_jsonl(config.pairs_jsonl, config.max_pairs)
     else:
         columns = Columns(

@@ -35,7 +35,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from optax.contrib import ScheduleFreeState, schedule_free_adamw, schedule_free_eval_params
+from optax.contrib import (
+    MuonDimensionNumbers,
+    ScheduleFreeState,
+    muon,
+    schedule_free_adamw,
+    schedule_free_eval_params,
+)
 
 from diffusers_flax.command_line import Above, AtLeast, AtMost, Below, Between, Seed, run_main
 from diffusers_flax.training.batches import Batches, compile_steps, length_of_run, open_dataset
@@ -57,6 +63,7 @@ from diffusers_flax.training.reports import (
     save_snapshots,
 )
 from diffusers_flax.training.sharding import (
+    WholeArrays,
     combine,
     each_array,
     gather,
@@ -127,8 +134,8 @@ class Config:
     learning_rate: Positive = 5e-5  # peak of the schedule
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"  # decay after warm-up
     lr_warmup_steps: Annotated[int, AtLeast(0)] = 0  # steps of linear warm-up from 0
-    # docs/training.md compares them; the next flags are for each that has such a number
-    optimizer: Literal["adamw", "lion", "adafactor", "schedule_free"] = "adamw"
+    # compared in docs/training.md; the next four flags are AdamW's, and the others' where they fit
+    optimizer: Literal["adamw", "lion", "muon", "adafactor", "schedule_free"] = "adamw"
     adam_beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9  # decay of the first moment
     # decay of the second moment; Lion's first, where 0.99 is usual
     adam_beta2: Annotated[float, AtLeast(0), Below(1)] = 0.999
@@ -345,8 +352,7 @@ def train_step(
         batch: this device's rows, see encode_batch.
         base_rng: PRNG key, the same on every device and in every step.
         models: Models.
-        tx: element-wise optax optimizer, such as Adam; others would see only one shard, see
-            make_optimizer.
+        tx: element-wise optax optimizer, such as Adam, or WholeArrays, see make_optimizer.
         axes: shard_axes of the UNet's parameters.
         dropout_rate: see conditioning_dropout.
         snr_gamma, mask_loss_weight: see diffusion_loss; 1: the batch needs no "mask".
@@ -484,9 +490,8 @@ def make_optimizer(config: Config, num_steps):
     """The optimizer and its learning rate; write another one here, such as optax.rmsprop.
 
     A device has a part of each matrix and all vectors in one array. So the optimizer must treat
-    every element alone, as AdamW, Lion, SGD and RMSProp do. Adafactor (means of rows) and LAMB
-    (norms of arrays) need shard_axes(..., whole=True): every device has the whole state. For Muon
-    (whole matrices) and masks by name, replicate the state as train_step's docstring says.
+    every element alone, as AdamW, Lion, SGD and RMSProp do. For WholeArrays, such as Muon (whole
+    matrices) or LAMB (norms of arrays), every device has all weights and the whole state.
     train_step clips the gradient. each_array shortens compilation.
 
     Args:
@@ -505,22 +510,42 @@ def make_optimizer(config: Config, num_steps):
     if config.lr_warmup_steps:
         warmup = optax.linear_schedule(0.0, config.learning_rate, config.lr_warmup_steps)
         schedule = optax.join_schedules([warmup, schedule], [config.lr_warmup_steps])
-    options = dict(
-        b1=config.adam_beta1, b2=config.adam_beta2, weight_decay=config.adam_weight_decay
-    )
+    decay = config.adam_weight_decay
+    options = dict(b1=config.adam_beta1, b2=config.adam_beta2, weight_decay=decay)
     if config.optimizer == "lion":
         tx = optax.lion(schedule, **options)
-    elif config.optimizer == "schedule_free":
-        tx = schedule_free_adamw(schedule, eps=config.adam_epsilon, **options)
+    elif config.optimizer == "muon":  # Adam for vectors; updates as large as Adam's
+        tx = muon(
+            schedule,
+            consistent_rms=0.2,  # arXiv 2502.16982, equation 4
+            eps=config.adam_epsilon,
+            weight_decay=decay,
+            adam_b1=config.adam_beta1,
+            adam_b2=config.adam_beta2,
+            muon_weight_dimension_numbers=matrix_axes,
+        )
+        return WholeArrays(*tx), schedule
     elif config.optimizer == "adafactor":
         tx = optax.adafactor(
             schedule,
             multiply_by_parameter_scale=False,  # the learning rate means what it does for AdamW
-            weight_decay_rate=lambda step: config.adam_weight_decay * schedule(step),
+            weight_decay_rate=lambda step: decay * schedule(step),
         )
+        return WholeArrays(*each_array(tx)), schedule
+    elif config.optimizer == "schedule_free":
+        tx = schedule_free_adamw(schedule, eps=config.adam_epsilon, **options)
     else:
         tx = optax.adamw(schedule, eps=config.adam_epsilon, **options)
     return each_array(tx), schedule
+
+
+def matrix_axes(params):
+    """Muon's view of each array: kernels as matrices of inputs x outputs; None: a vector."""
+
+    def axes(x):
+        return MuonDimensionNumbers(range(x.ndim - 1), x.ndim - 1) if x.ndim > 1 else None
+
+    return jax.tree.map(axes, params)
 
 
 def train(config: Config):
@@ -542,7 +567,7 @@ def run_training(config: Config):
     # Optimizer, EMA, the step to start from
     tx, schedule = make_optimizer(config, num_steps)
     ema = ema_plan(config, num_steps)
-    axes = shard_axes(params, jax.device_count(), whole=config.optimizer == "adafactor")
+    axes = shard_axes(params, jax.device_count(), whole=isinstance(tx, WholeArrays))
     identity = run_identity(config, num_steps, dataset, models, params, frozen)
     checkpoints = Checkpoints(config, dataset, identity, ema, axes)
     start_step = checkpoints.start_step

@@ -150,7 +150,10 @@ def test_a_wrong_widening_is_noticed_and_not_saved(narrow, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"source": "wide"}, "the UNet of wide has 8 input channels; widen a text-to-image model, "),
+        (
+            {"source": "wide"},
+            "the UNet of wide has 8 input channels; widen a text-to-image ",
+        ),
         ({"source": "nowhere/model"}, "no config.json in nowhere/model/unet"),
         ({"subfolder": "vae"}, "is the config of AutoencoderKL, not of UNet2DConditionModel"),
         ({"output_dir": "file"}, "no directory that you can write to"),

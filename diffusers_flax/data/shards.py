@@ -90,8 +90,8 @@ def list_row_groups(
     for path, metadata in shards:
         schema = metadata.schema.to_arrow_schema()
         names, mask = find_columns(schema, path, columns), ""
+        is_latents = latents_metadata(metadata) is not None
         if columns.mask is not None:
-            is_latents = latents_metadata(metadata) is not None
             if is_latents and MASK not in schema.names:
                 raise ValueError(
                     f"{path} has latents without masks, which --mask_loss_weight needs; make them "
@@ -99,7 +99,14 @@ def list_row_groups(
                 )
             mask = MASK if is_latents else find_mask_column(schema, path, columns.mask)
         reference = columns.reference_image or ""
-        if reference:
+        if reference and is_latents:
+            reference = REFERENCE
+            if reference not in schema.names:
+                raise ValueError(
+                    f"{path} has latents without reference images, which this UNet needs; make "
+                    "them in another directory with cache_latents.py --cache_references"
+                )
+        elif reference:
             check_column(schema, path, reference, "reference_image_column")
         first_row = 0
         for index in range(metadata.num_row_groups):

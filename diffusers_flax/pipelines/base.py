@@ -664,7 +664,8 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         if given:
             raise TypeError(f"{type(self).__name__} has no argument {', '.join(given)}")
         steps = (options[name] for name in ("num_inference_steps", "timesteps", "eta"))
-        options |= timestep_options(*steps, self.ays_timesteps)
+        ays = () if self.scheduler.is_flow else self.ays_timesteps
+        options |= timestep_options(*steps, ays)
         options["guidance"] = read_guidance(options.get("guidance"), self.accelerate)
         images = inputs["image"], inputs["masked_image"]
         shape = next((x.shape for x in images if x is not None), None)

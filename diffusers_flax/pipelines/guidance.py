@@ -8,6 +8,7 @@ a negative momentum, moved away from the differences of earlier steps.
 Source: Sadat et al. (arXiv 2410.02416), algorithm 1.
 """
 
+import math
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -59,13 +60,14 @@ def read_guidance(text, accelerate=None):
     Raises:
         ValueError: another name, another option, a value out of range, or an acceleration.
     """
-    if not text or isinstance(text, ProjectedGuidance):
-        return text or None
+    if not text:
+        return None
     name, _, options = text.partition(":")
     try:
         pairs = (option.split("=") for option in options.split(",") if option)
         guidance = ProjectedGuidance(**{key.strip(): float(value) for key, value in pairs})
-        fits = guidance.eta >= 0 and guidance.norm >= 0 and -1 < guidance.momentum < 1
+        eta, norm, momentum = guidance
+        fits = 0 <= eta < math.inf and 0 <= norm < math.inf and -1 < momentum < 1
     except (TypeError, ValueError):
         fits = False
     if name != "apg" or not fits:

@@ -24,7 +24,7 @@ Source: InstructPix2Pix (arXiv 2211.09800); masks, Blended Latent Diffusion (arX
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Unpack
 
@@ -162,6 +162,9 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
                 f"this model's has {self.unet.in_channels}; leave the reference out, or train such "
                 "a model"
             )
+        if call.options.guidance and call.options.branches not in (("text",), ("text", "image")):
+            # A weight of 0 leaves a branch out of plain guidance alone.
+            return replace(call, options=replace(call.options, branches=EDIT_BRANCHES))
         return call
 
     def prepare_inputs(self, prompt, image, mask=None, mask_feather=0, reference=None):

@@ -254,9 +254,11 @@ def num_steps_before(scheduler, state, fraction):
 def timestep_options(num_inference_steps, timesteps, eta, ays=AYS_SD):
     """{"num_inference_steps", "timesteps", "eta"} of a call; timesteps win.
 
-    timesteps: integers or "ays", or a tuple of them; ays: what "ays" stands for.
+    timesteps: integers or "ays", or a tuple of them; ays: what "ays" stands for; (): nothing.
     """
     values = () if timesteps is None else np.ravel(timesteps).tolist()
+    if values == ["ays"] and not ays:
+        raise ValueError("timesteps=ays are of models of noise, not of a flow; leave them out")
     values = ays if values == ["ays"] else tuple(values)
     if any(isinstance(value, str) for value in values):
         raise ValueError(f"timesteps={timesteps!r} must be integers, or ays alone")

@@ -114,7 +114,7 @@ def predict_x0_and_eps(prediction_type, alpha_t, sigma_t, x_t, model_output):
 
 def output_of_x0(prediction_type, alpha_t, sigma_t, x_t, x_0):
     """The model's output that predicts x_0; arguments as for predict_x0_and_eps."""
-    eps = (x_t - alpha_t * x_0) / sigma_t
+    eps = (x_t - alpha_t * x_0) / jnp.maximum(sigma_t, 1e-12)  # a flow may end at time 0
     outputs = {
         "epsilon": eps,
         "v_prediction": alpha_t * eps - sigma_t * x_0,

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
+from optax import MaskedNode
 
 from diffusers_flax.devices.processes import check_agreement
 from diffusers_flax.messages import differences, one_line
@@ -73,7 +74,7 @@ class Checkpoints:
 
         Args:
             params: the UNet's parameters at step 0, NumPy arrays.
-            tx: element-wise optax optimizer, such as Adam.
+            tx: as for start_state.
 
         Returns:
             (TrainState, list of averages); no averages if the checkpoint has too few.
@@ -89,23 +90,27 @@ class Checkpoints:
             print(f"resuming after step {self.start_step}{length}")
             if self.num_averages > due:
                 print("the checkpoint's average is dropped; its last weights are trained further")
-        params = jax.eval_shape(lambda: params)
+        params = jax.eval_shape(lambda: flatten_dict(params))  # {path: shape}
         averages = [params] * (due if self.num_averages >= due else 0)
         shapes = {"params": params, "opt_state": jax.eval_shape(tx.init, params), "ema": averages}
-        structure = jax.tree.structure(params)
 
         def is_params(x):
-            return jax.tree.structure(x) == structure
+            return isinstance(x, dict) and x.keys() == params.keys()
+
+        def read(path, x):
+            (name,) = flatten_by_name(x, path)
+            return from_process_0(arrays.pop(name) if arrays else np.zeros(x.shape, x.dtype))
 
         def load(path, tree):
-            whole = [
-                from_process_0(arrays.pop(name) if arrays else np.zeros(x.shape, x.dtype))
-                for name, x in flatten_by_name(tree, path).items()
-            ]
             if not is_params(tree):  # such as the number of steps in an optimizer's state
-                return replicate(whole[0])
-            flat = dict(zip(sorted(flatten_dict(tree)), whole))  # both in jax's order
-            return shard(join_vectors(flat, self.axes), self.axes)
+                return replicate(read(path, tree))
+            masked = {key: x for key, x in tree.items() if isinstance(x, MaskedNode)}
+            flat = {
+                key: read((*path, *map(jax.tree_util.DictKey, key)), tree[key])
+                for key in sorted(tree.keys() - masked.keys())
+            }
+            axes = {key: split for key, split in self.axes.items() if key not in masked}
+            return masked | shard(join_vectors(flat, axes), axes)
 
         tree = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=is_params)
         step = replicate(np.int32(self.start_step))

@@ -175,6 +175,10 @@ def check_combinations(config: Any) -> None:
         )
     if config.optimizer == "schedule_free" and config.ema != "none":
         raise ValueError("--optimizer schedule_free averages the weights itself; add --ema none")
+    if config.optimizer == "schedule_free" and config.save_raw_unet:
+        raise ValueError(
+            "--optimizer schedule_free has no other weights worth saving; leave out --save_raw_unet"
+        )
     if config.optimizer == "schedule_free" and config.adam_beta1 == 0:
         raise ValueError("--optimizer schedule_free divides by --adam_beta1 0; 0.9 is usual")
     needs = {  # flags: what they go with, and whether it is given
@@ -188,12 +192,12 @@ def check_combinations(config: Any) -> None:
         ("mask_column",): ("--mask_loss_weight, for example 3", config.mask_loss_weight != 1),
         ("gather_by_block",): ("--gradient_checkpointing", config.gradient_checkpointing),
         ("adam_beta1", "adam_beta2"): (
-            "--optimizer adamw, lion or schedule_free",
+            "another --optimizer than adafactor",
             config.optimizer != "adafactor",
         ),
         ("adam_epsilon",): (
-            "--optimizer adamw or schedule_free",
-            config.optimizer in ("adamw", "schedule_free"),
+            "--optimizer adamw, muon or schedule_free",
+            config.optimizer not in ("adafactor", "lion"),
         ),
     }
     for names, (needed, has_it) in needs.items():

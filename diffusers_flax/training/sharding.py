@@ -39,6 +39,7 @@ from jax.core import ShapedArray
 from jax.experimental import multihost_utils
 from jax.experimental.layout import Format, Layout
 from jax.tree_util import Partial
+from optax import MaskedNode
 
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
 
@@ -118,7 +119,7 @@ def shard_axes(params, num_devices, platform=None, whole=False):
         params: nested dict of arrays or their shapes (ShapeDtypeStructs), not sharded.
         num_devices: number of devices.
         platform: as for kernel_order.
-        whole: every device has every whole array, for optimizers such as Adafactor.
+        whole: every device has every whole array, for optimizers such as Adafactor and Muon.
 
     Returns:
         {path, a tuple: Split} of matrices and kernels; vectors that are split alike are one entry.
@@ -365,7 +366,7 @@ def update_state(tx, state, loss, grads, axes, max_grad_norm):
     """End a training step: clip the gradient, apply the optimizer, average the loss.
 
     Args:
-        tx: element-wise optax optimizer, such as Adam; with whole axes, one such as Adafactor.
+        tx: element-wise optax optimizer, such as Adam, or WholeArrays.
         state: TrainState.
         loss: of this device's rows.
         grads: this device's shards of the mean gradient.
@@ -380,14 +381,17 @@ def update_state(tx, state, loss, grads, axes, max_grad_norm):
 
     def update(params, opt_state, grads):
         grads = jax.tree.map(lambda g: g * scale, grads)
-        updates, new_state = tx.update(grads, opt_state, params)
-        # Adafactor's unused entries have one number and no axis of in_place.
-        new_state = jax.tree.map(lambda new, old: new.reshape(old.shape), new_state, opt_state)
-        return optax.apply_updates(params, updates), new_state
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
 
-    params, opt_state = in_place(update)(state.params, state.opt_state, grads)
+    update = update if isinstance(tx, WholeArrays) else in_place(update)
+    params, opt_state = update(state.params, state.opt_state, grads)
     state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
+
+
+class WholeArrays(optax.GradientTransformation):
+    """An optax optimizer that needs whole arrays, such as Muon; its axes are whole."""
 
 
 def each_array(tx):
@@ -574,6 +578,8 @@ def to_host(tree, axes):
             return first_replica(x)
         flat = {}
         for path, split in axes.items():
+            if isinstance(x[path], MaskedNode):  # the optimizer has nothing for this array
+                continue
             array = whole(x[path], split)
             if split.vectors:
                 parts = vector_parts(array.reshape(split.num_shards, -1), split)
@@ -593,8 +599,8 @@ def start_state(params, tx, axes, devices=None):
 
     Args:
         params: whole NumPy arrays, float32: a nested dict.
-        tx: element-wise optax optimizer, such as Adam. It gets {path: array} with joined vectors,
-            so masks by name do not apply.
+        tx: element-wise optax optimizer, such as Adam, or WholeArrays. It gets {path: array},
+            without whole axes with joined vectors, so masks by name do not apply.
         axes: of shard_axes(params).
         devices: as for shard.
 

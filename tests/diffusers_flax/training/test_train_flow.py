@@ -89,6 +89,10 @@ def test_a_trained_flow_edits_as_in_pytorch(model, data, tmp_path, monkeypatch):
     inputs = pipeline.prepare_inputs(PROMPTS[:2], images)
     found = pipeline(*inputs, params, jax.random.key(0), 5, latents=latents, **scales).images
     assert psnr(found, expected) > 60
+    with pytest.raises(ValueError, match="timesteps=ays are of models of noise"):
+        pipeline(*inputs, params, jax.random.key(0), timesteps="ays")
+    options = dict(timesteps=(999, 500, 0), guidance="apg", **scales)
+    assert np.isfinite(pipeline(*inputs, params, jax.random.key(0), **options).images).all()
     # Accelerations use the clean image that the velocity implies.
     faster, params = FlaxDiffusionPipeline.from_pretrained(out, accelerate="spectrum")
     assert np.isfinite(faster(*inputs, params, jax.random.key(0), 20, **scales).images).all()

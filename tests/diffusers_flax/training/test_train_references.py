@@ -57,9 +57,12 @@ def test_runs_stop_and_go_on_with_images_and_latents(model, data, tmp_path, monk
     assert "refuses a UNet for two images" in (tmp_path / "out/README.md").read_text()
     latents = str(tmp_path / "latents")
     flags = ["--pretrained_model_name_or_path", str(model), "--train_data_dir", str(data)]
-    flags += ["--output_dir", latents, "--resolution", "16", "--cache_references"]
-    cache_latents.main(flags)
+    flags += ["--output_dir", latents, "--resolution", "16"]
+    cache_latents.main([*flags, "--max_train_samples=1"])
     cached = replace(config, train_data_dir=(latents,), output_dir=str(tmp_path / "cached"))
+    with pytest.raises(ValueError, match="has latents without reference images, which this UNet"):
+        trainer.open_dataset(cached)
+    cache_latents.main([*flags, "--cache_references", "--overwrite_output_dir"])
     run_trainer(cached, monkeypatch)
     rows = [read_metrics(tmp_path / name) for name in ("whole", "cached")]
     first, second = (trainer.open_dataset(run).state_dict() for run in (config, cached))
