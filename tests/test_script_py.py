@@ -447,11 +447,6 @@ def test_hostile_names_are_left_out(hub):
     assert [*plan("--dataset=a/b", "--num_workers=1")] == ["good.tar"]
 
 
-def test_archives_have_no_splits(hub, tmp_path, capsys):
-    upload(hub, IMGEDIT, tmp_path / "set")
-    assert "--include" in error_of(capsys, "--dataset", IMGEDIT, "--split=test")
-
-
 # --- Errors of the hub, waiting, the token -------------------------------------------------------
 
 
@@ -538,12 +533,6 @@ def test_urls_that_are_refused(hub, tmp_path, capsys, line):
     list_file.write_text(f"# a list\n{line}\n", encoding="utf-8")
     error = error_of(capsys, "--urls", list_file, "--num_workers=1")
     assert "urls.txt: line 2 is not URL [SIZE [SHA256]]" in error and "secret" not in error
-
-
-def test_lists_without_addresses(hub, tmp_path, capsys):
-    (tmp_path / "urls.txt").write_text("# nothing\n")
-    assert "no files" in error_of(capsys, "--urls", tmp_path / "urls.txt", "--num_workers=1")
-    assert "missing.txt" in error_of(capsys, "--urls", "missing.txt", "--num_workers=1")
 
 
 # --- Workers -------------------------------------------------------------------------------------
