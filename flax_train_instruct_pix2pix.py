@@ -134,7 +134,7 @@ class Config:
     learning_rate: Positive = 5e-5  # peak of the schedule
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"  # decay after warm-up
     lr_warmup_steps: Annotated[int, AtLeast(0)] = 0  # steps of linear warm-up from 0
-    # compared in docs/training.md; the next four flags are AdamW's, and the others' where they fit
+    # compared in docs/training.md; the next four are numbers of AdamW, and of others that have them
     optimizer: Literal["adamw", "lion", "muon", "adafactor", "schedule_free"] = "adamw"
     adam_beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9  # decay of the first moment
     # decay of the second moment; Lion's first, where 0.99 is usual

@@ -16,7 +16,7 @@ VALUES = "values"  # directory of the values per pair, a file for each row of re
 SETTINGS = (  # flags
     *("num_inference_steps", "protocol", "clip_model", "dino_model", "metrics", "scheduler"),
     *("timesteps", "eta", "timestep_spacing", "unet_delta", "lora", "embedding", "accelerate"),
-    *("batch_size", "use_masks", "guidance"),
+    *("batch_size", "use_masks", "wrong_reference", "guidance"),
 )
 FILES = ("unet_delta", "lora", "embedding", "accelerate")  # flags that may name files
 

@@ -71,7 +71,10 @@ def read_guidance(text, accelerate=None):
     except (TypeError, ValueError):
         fits = False
     if name != "apg" or not fits:
-        raise ValueError(f"guidance={text!r} must be apg, or with options {EXAMPLE}")
+        raise ValueError(
+            f"guidance={text!r} must be apg, or with options {EXAMPLE}: eta >= 0; norm > 0, or 0 "
+            "for none; momentum between -1 and 1"
+        )
     if accelerate:
         raise ValueError(f"guidance={text} does not go with accelerate; leave one out")
     return guidance

@@ -173,8 +173,14 @@ def check_combinations(config: Any) -> None:
             "--prediction flow with --lora_rank needs --merge_lora, as a LoRA has no scheduler; "
             "once the model is a flow, leave --prediction out"
         )
-    if config.optimizer == "schedule_free" and config.ema != "none":
-        raise ValueError("--optimizer schedule_free averages the weights itself; add --ema none")
+    if config.optimizer == "schedule_free" and (config.ema, config.lr_scheduler) != (
+        "none",
+        "constant",
+    ):
+        raise ValueError(
+            "--optimizer schedule_free averages the weights itself; add --ema none --lr_scheduler "
+            "constant"
+        )
     if config.optimizer == "schedule_free" and config.save_raw_unet:
         raise ValueError(
             "--optimizer schedule_free has no other weights worth saving; leave out --save_raw_unet"

@@ -2,6 +2,7 @@
 
 import zlib
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from diffusers_flax.data.buckets import BUCKETS, bucket_sizes, check_side, size_
 from diffusers_flax.devices.precision import warn_if_slow
 from diffusers_flax.loading.configs import ConfigMixin
 from diffusers_flax.loading.directories import has_component, read_index
+from diffusers_flax.loading.files import read_json
 from diffusers_flax.loading.tokenizer import load_tokenizer
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
@@ -28,6 +30,7 @@ from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     is_cosxl_edit,
 )
 from diffusers_flax.pipelines.stable_diffusion_xl import SD_SCALING_FACTOR, SDXL_SCALING_FACTOR
+from diffusers_flax.schedulers.base import CONFIG_NAME
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.factory import (
     FLOW_CLASSES,
@@ -250,6 +253,9 @@ def open_modules(config, dtype):
             f"the scheduler of {source} has prediction_type sample; use a model with epsilon or "
             "v_prediction"
         )
+    beside = Path(unet_source).parent / "scheduler" / CONFIG_NAME
+    if not scheduler.is_flow and beside.is_file() and class_name(read_json(beside)) in FLOW_CLASSES:
+        raise ValueError(f"the UNet in {unet_source} is of a flow; add --prediction flow")
     if scheduler.is_flow and config.snr_gamma is not None:
         raise ValueError("--snr_gamma weights other timesteps than a flow draws; leave it out")
     C = vae.latent_channels

@@ -9,6 +9,7 @@ from trainer_runs import config_of, flags_of, run_badly
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.training.flags import LORA_FILE
 
+SCHEDULE_FREE = {"optimizer": "schedule_free", "ema": "none", "lr_scheduler": "constant"}
 BAD_FLAGS = [
     ({"train_batch_size": 6}, "--train_batch_size 6 is not divisible by 4 devices; try 4 or 8"),
     ({"gradient_accumulation_steps": 3}, "steps 3 must divide the 2 pairs per device"),
@@ -26,7 +27,7 @@ BAD_FLAGS = [
     ({"lora_alpha": 2.0}, "--lora_alpha 2.0 goes with --lora_rank"),
     ({"lora_rank": 4, "ema": "power"}, "--ema power does not go with --lora_rank"),
     ({"optimizer": "schedule_free"}, "averages the weights itself; add --ema none"),
-    ({"optimizer": "schedule_free", "ema": "none", "adam_beta1": 0.0}, "divides by --adam_beta1 0"),
+    (SCHEDULE_FREE | {"adam_beta1": 0.0}, "divides by --adam_beta1 0"),
     ({"optimizer": "adafactor", "adam_beta1": 0.8}, "0.8 goes with another --optimizer than"),
     ({"optimizer": "lion"}, "--adam_epsilon 0.001 goes with --optimizer adamw, muon or"),
     ({"validation_prompt": ("x",)}, "0 --validation_image and 1 --validation_prompt do not match"),

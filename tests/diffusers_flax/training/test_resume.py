@@ -348,7 +348,7 @@ SHORT = RUN | {"max_train_steps": 4}
 @pytest.mark.parametrize("name", ["muon", "schedule_free", *slow("adafactor", "lion")])
 def test_a_run_resumes_with_its_optimizer(model, data, tmp_path, name):
     out = tmp_path / "out"
-    no_average = dict(ema="none", ema_start_step=None, ema_decay=None)
+    no_average = dict(ema="none", ema_start_step=None, ema_decay=None, lr_scheduler="constant")
     options = SHORT | no_average | dict(optimizer=name, adam_epsilon=1e-8)
     run_here(config_of(model, data, out, **options))
     once = contents(out)

@@ -65,11 +65,14 @@ def test_the_loss_is_the_error_of_the_velocity(model):
     assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_trained_flow_edits_as_in_pytorch(model, data, tmp_path, monkeypatch):
+def test_a_trained_flow_edits_as_in_pytorch(model, data, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     run_trainer(config_of(model, data, out, prediction="flow", ema="none"), monkeypatch)
     index = json.loads((out / "model_index.json").read_text())
     assert index["scheduler"][1] == "FlowMatchEulerDiscreteScheduler"
+
+    again = config_of(model, data, tmp_path / "again", unet_model_name_or_path=str(out / "unet"))
+    assert "is of a flow; add --prediction flow" in run_badly(again, monkeypatch, capsys)
 
     images, latents = random_inputs(2, 32, 48, 2)
     scales = dict(guidance_scale=3.0, image_guidance_scale=1.5)
