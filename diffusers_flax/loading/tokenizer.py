@@ -24,7 +24,12 @@ def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **h
     from transformers import CLIPTokenizer  # takes a second
 
     folder = fetch_directory(path, TOKENIZER_FILES, subfolder, revision, **hub_options)
-    tokenizer = CLIPTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = CLIPTokenizer.from_pretrained(folder)
+    except Exception as error:  # of several kinds, for example without vocab.json
+        raise ValueError(
+            f"the tokenizer of {path}/{subfolder} cannot be opened, {error}; download it again"
+        ) from error
     # Without the files transformers makes a tokenizer of two tokens, without an error.
     if not 2 < len(tokenizer) <= text_encoder.module.vocab_size:
         raise ValueError(
