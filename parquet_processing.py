@@ -232,7 +232,7 @@ def describe_and_preview(config: Config) -> None:
         print(f"licence     {licence} forbids {forbidden}")
 
     formats, unreadable, num_rows = (Counter(), Counter()), [], 0
-    preview_pairs = []
+    preview_pairs, num_references = [], 0
     sample = sample_rows(groups, config.num_checked)
     num_expected = sum(len(positions) for _, positions in sample)
     for group, position, checked in map_rows(sample, formats_of):
@@ -240,6 +240,7 @@ def describe_and_preview(config: Config) -> None:
             pair, pair_formats = checked.result()
             for counter, name in zip(formats, pair_formats):
                 counter[name] += 1
+            num_references += pair.reference is not None
             if len(preview_pairs) < config.num_preview * (num_rows + 1) / num_expected:
                 preview_pairs.append(pair)
         except ValueError as error:
@@ -251,6 +252,8 @@ def describe_and_preview(config: Config) -> None:
     for column, counter in zip(groups[0].columns, formats):
         common = [f"{count} x {name}" for name, count in counter.most_common(5)]
         print(f"{column}: {', '.join(common)}")
+    if reference:
+        print(f"{reference}: {num_references} of {num_rows} rows")
     print(f"unreadable  {len(unreadable)} of {num_rows} rows")
     for line in unreadable[:20]:
         print(f"            {line}")

@@ -434,7 +434,8 @@ class Validation:
                 edits[place] = edit
         path = self.folder / f"step-{step:06d}.png"
         if jax.process_index() == 0:
-            save_whole(path, validation_grid(list(zip(self.images, edits)), self.prompts).save)
+            columns = filter(None, (self.images, self.references, edits))
+            save_whole(path, validation_grid(list(zip(*columns)), self.prompts).save)
             write_progress(self.folder)
         return path
 
@@ -450,7 +451,7 @@ def load_validation_images(paths, sizes):
 
 
 def validation_grid(pairs, prompts):
-    """Draw one tile per pair (before, after), PIL images, with the instruction below."""
+    """Draw one tile per pair (before, reference if any, after), PIL images, and its instruction."""
     side = max(GRID_IMAGE_SIZE, *pairs[0][0].size)
     size = ImageOps.contain(pairs[0][0], (side, side)).size
     tiles = []

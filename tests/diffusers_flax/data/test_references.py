@@ -48,7 +48,8 @@ def test_a_damaged_reference_is_a_damaged_pair(tmp_path, capsys):
     pq.write_table(pa.Table.from_pylist(rows), file)
     parquet_processing.main(["--train_data_dir", str(file.parent), "--preview="])
     out = capsys.readouterr().out
-    assert "<- reference image" in out and "row 5: reference_image: no known image" in out
+    assert "<- reference image" in out and "reference_image: 15 of 24 rows" in out
+    assert "row 5: reference_image: no known image" in out
 
 
 def test_a_list_with_references(tmp_path):
