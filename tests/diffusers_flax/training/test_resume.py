@@ -345,7 +345,7 @@ def run_here(config):
 SHORT = RUN | {"max_train_steps": 4}
 
 
-@pytest.mark.parametrize("name", ["muon", "schedule_free", *slow("adafactor", "lion")])
+@pytest.mark.parametrize("name", ["muon", *slow("schedule_free", "adafactor", "lion")])
 def test_a_run_resumes_with_its_optimizer(model, data, tmp_path, name):
     out = tmp_path / "out"
     no_average = dict(ema="none", ema_start_step=None, ema_decay=None, lr_scheduler="constant")
