@@ -180,7 +180,7 @@ def train_program(config, devices):
         size = (n, B, H, W)
         image = struct((*size, 3), jnp.uint8)
         batch |= {"original_pixel_values": image, "edited_pixel_values": image}
-    if models.unet.num_condition_images == 2:
+    if models.unet.takes_reference:
         batch |= {"reference_image": image, "has_reference": struct((n, B), bool)}
     if config.mask_loss_weight != 1:
         batch["mask"] = struct(size, jnp.uint8)

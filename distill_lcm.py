@@ -232,8 +232,8 @@ def consistency_loss(lora, frozen, teacher, x_0, condition, text, noise, timeste
         frozen: as for distill_step.
         teacher: Teacher.
         x_0: scaled latents of the edited image, (B, C, h, w) float32.
-        condition: unscaled latents of the original image, (B, C, h, w) float32; with those of a
-            reference image (B, 2C, h, w).
+        condition: unscaled latents of the original image, (B, C, h, w) float32, or of the
+            original and the reference image, (B, 2C, h, w).
         text: as from encode_text.
         noise: standard normal, (B, C, h, w) float32.
         timesteps: (B,), of the grid of the teacher's steps.
@@ -364,10 +364,8 @@ def save_model(config: Config, scheduler, lora, metrics):
     output_dir = Path(config.output_dir)
     teacher, R = shlex.quote(str(config.pretrained_model_name_or_path)), config.resolution
     num_steps = 5 if scheduler.is_flow else 4  # a flow's last step begins near time 0
-    torch_name = type(scheduler).__name__.removeprefix("Flax")
-    with_torch = f"""\
-With PyTorch, use `{torch_name}`, `pipeline.load_lora_weights`, {num_steps} steps and both guidance
-scales 1.
+    with_torch = """\
+With PyTorch, use `LCMScheduler`, `pipeline.load_lora_weights`, 4 steps and both guidance scales 1.
 """
     if scheduler.is_flow:
         with_torch = "PyTorch's InstructPix2Pix pipeline refuses the scheduler of a flow.\n"

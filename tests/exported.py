@@ -62,7 +62,7 @@ def ours_and_theirs(model, folder, tmp_path, python=sys.executable):
     else:
         inputs = [pipeline.prepare_inputs("make it red")]
     options = dict(num_inference_steps=20, latents=noise, guidance_scale=5.0, **size)
-    if pipeline.unet.num_condition_images == 2:
+    if pipeline.unet.takes_reference:
         other = photo(size["width"], size["height"], seed=1)
         other.save(tmp_path / "reference.png")
         command += ["--reference", tmp_path / "reference.png"]

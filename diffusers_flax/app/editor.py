@@ -153,7 +153,7 @@ class Editor:
     @property
     def takes_reference(self):
         """Whether the model sees a second image; after open."""
-        return self.pipeline.unet.num_condition_images == 2
+        return self.pipeline.unet.takes_reference
 
     def defaults(self):
         """The page's initial Settings."""

@@ -229,7 +229,7 @@ def image_program(config, devices):
     if isinstance(config, EditProgramFlags):
         inputs["image"] = jax.ShapeDtypeStruct((n, B, 3, height, width), jnp.float32)
         inputs["image_guidance_scale"] = scale
-        if pipeline.unet.num_condition_images == 2:
+        if pipeline.unet.takes_reference:
             inputs["reference"] = inputs["image"]
     scales = {name: np.max(getattr(config, name)) for name in inputs if name.endswith("_scale")}
     branches = pipeline.guidance_branches(**scales)

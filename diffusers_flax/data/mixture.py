@@ -266,8 +266,7 @@ def check_sets(
 
 
 def columns_of_sets(train_data_dirs: Sequence[str], columns: Columns) -> list[Columns]:
-    """Columns of each set: the names that it has, "" to find a known name, None without masks or
-    reference images.
+    """Columns of each set: its names, "" to find a known name, None: no masks or reference images.
 
     A name that no set has goes to all sets, so that opening the first raises the error.
     """

@@ -77,7 +77,7 @@ class HeldOutPair:
 
 def pairs_of_jsonl(file, max_pairs=None):
     """The HeldOutPairs of a list, see data/lists.py; max_pairs None: all."""
-    required, optional = ("original_image", "edit_prompt"), ("edited_image", *READ[2:], *CAPTIONS)
+    required, optional = ("original_image", "edit_prompt"), (*READ[1:], *CAPTIONS)
     pairs = []
     for row in read_list(f"--pairs_jsonl {file}", file, required, optional, max_pairs):
         original, edited, *others = (row[name] and row[name].read_bytes() for name in READ)

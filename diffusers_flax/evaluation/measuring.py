@@ -158,7 +158,7 @@ class Evaluation:
         load_result: place -> PIL result of an edit; None: edits of results get the original.
         """
 
-        takes_reference = models.pipeline.unet.num_condition_images == 2
+        takes_reference = models.pipeline.unet.takes_reference
 
         def load(place):
             pair, size = self.pairs[place], self.sizes[place]
@@ -243,7 +243,7 @@ def count_edit_flops(pipeline, params, branches, steps, size):
     num_steps, timesteps = steps["num_inference_steps"], steps["timesteps"]
     schedule = make_schedule(pipeline.scheduler, latents, num_steps, timesteps)
     edit = partial(pipeline._generate, branches=branches, **steps)
-    references = {"reference": image} if pipeline.unet.num_condition_images == 2 else {}
+    references = {"reference": image} if pipeline.unet.takes_reference else {}
     arguments = pipeline.prepare_text_inputs(""), image, params, jax.random.key(0)
     program = jax.make_jaxpr(edit)(*arguments, **references)
     switches = switch_fractions(plan_steps(pipeline.accelerate, branches, schedule.scales))

@@ -66,7 +66,7 @@ def export(pipeline, params, output_dir, config, size):
     if is_edit:
         arrays["image"] = struct((config.batch_size, 3, height, width), jnp.float32)
         arrays["image_guidance_scale"] = struct((), jnp.float32)
-        if pipeline.unet.num_condition_images == 2:
+        if pipeline.unet.takes_reference:
             arrays["reference"] = arrays["image"]
     shapes = jax.tree.map(lambda x: struct(x.shape, x.dtype), weights)
     programs = {}  # before anything is written

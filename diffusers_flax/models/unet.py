@@ -422,9 +422,9 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
     )
 
     @property
-    def num_condition_images(self):
-        """Images whose latents follow the noisy ones: 1, the original, or 2, with a reference."""
-        return self.in_channels // self.out_channels - 1
+    def takes_reference(self):
+        """Whether the latents of an original and of a reference image follow the noisy latents."""
+        return self.in_channels == 3 * self.out_channels
 
     def init_weights(self, rng):
         """Random float32 parameters of this configuration. rng: a PRNG key."""

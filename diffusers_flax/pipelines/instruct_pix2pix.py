@@ -156,7 +156,7 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
     def make_call(self, arguments):
         """See FlaxDiffusionPipeline.make_call; a reference needs a UNet that sees it."""
         call = super().make_call(arguments)
-        if call.inputs["reference"] is not None and self.unet.num_condition_images == 1:
+        if call.inputs["reference"] is not None and not self.unet.takes_reference:
             raise ValueError(
                 f"a reference needs a UNet with {3 * self.vae.latent_channels} input channels, "
                 f"this model's has {self.unet.in_channels}; leave the reference out, or train such "
@@ -276,7 +276,7 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
             inputs[name] for name in ("guidance_scale", "image_guidance_scale")
         )
         latents = condition = encoded.latents
-        if self.unet.num_condition_images == 2:
+        if self.unet.takes_reference:
             reference = encoded.reference
             reference = jnp.zeros_like(latents) if reference is None else reference
             condition = jnp.concatenate([latents, reference], axis=1)

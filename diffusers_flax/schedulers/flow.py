@@ -76,7 +76,7 @@ class FlaxFlowMatchEulerDiscreteScheduler(SigmaScheduler):
         return tuple(table.astype(np.float32) for table in (alphas, 1 - alphas, alpha_bar))
 
     def create_state(self, common=None):
-        """The state before set_timesteps; timesteps and sigmas are those of training."""
+        """The state before set_timesteps, with the timesteps and sigmas of training."""
         times = self._training_times()[::-1]
         return self.state_class(
             common=CommonSchedulerState.create(self) if common is None else common,

@@ -24,7 +24,7 @@ def open_dataset(config):
     """Open --train_data_dir, or --cache_latents after writing its missing shards."""
     directories = config.train_data_dir
     models = open_modules(config, mixed_precision_dtype(config))  # errors before hours of encoding
-    has_references = models.unet.num_condition_images == 2
+    has_references = models.unet.takes_reference
     columns = chosen_columns(config, config.mask_loss_weight != 1, has_references)
     if config.cache_latents:
         write_latents(config, config.cache_latents, columns)

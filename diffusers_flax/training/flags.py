@@ -173,20 +173,15 @@ def check_combinations(config: Any) -> None:
             "--prediction flow with --lora_rank needs --merge_lora, as a LoRA has no scheduler; "
             "once the model is a flow, leave --prediction out"
         )
-    if config.optimizer == "schedule_free" and (config.ema, config.lr_scheduler) != (
-        "none",
-        "constant",
-    ):
-        raise ValueError(
-            "--optimizer schedule_free averages the weights itself; add --ema none --lr_scheduler "
-            "constant"
-        )
-    if config.optimizer == "schedule_free" and config.save_raw_unet:
-        raise ValueError(
-            "--optimizer schedule_free has no other weights worth saving; leave out --save_raw_unet"
-        )
-    if config.optimizer == "schedule_free" and config.adam_beta1 == 0:
-        raise ValueError("--optimizer schedule_free divides by --adam_beta1 0; 0.9 is usual")
+    if config.optimizer == "schedule_free":
+        name = "--optimizer schedule_free"
+        if config.ema != "none" or config.lr_scheduler != "constant":
+            remedy = "add --ema none --lr_scheduler constant"
+            raise ValueError(f"{name} averages the weights itself; {remedy}")
+        if config.save_raw_unet:
+            raise ValueError(f"{name} has no other weights worth saving; leave out --save_raw_unet")
+        if config.adam_beta1 == 0:
+            raise ValueError(f"{name} divides by --adam_beta1 0; 0.9 is usual")
     needs = {  # flags: what they go with, and whether it is given
         ("lora_alpha", "lora_target_modules", "storage", "merge_lora"): (
             "--lora_rank, for example --lora_rank 16",

@@ -42,7 +42,7 @@ def write_card(config, pipeline, metrics, scales):
     shown = ""
     if images:
         shown = f"![before and after, with the instruction](validation/{images[-1].name})\n"
-    reference = " --reference reference.jpg" * (pipeline.unet.num_condition_images == 2)
+    reference = " --reference reference.jpg" * pipeline.unet.takes_reference
     if final_file(config) == LORA_FILE:
         opening = open_with_lora(name, pipeline, config)
         with_jax = "With `--merge_lora` the command below writes a pipeline for `edit_cli.py`.\n"

@@ -384,7 +384,8 @@ def update_state(tx, state, loss, grads, axes, max_grad_norm):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    update = update if isinstance(tx, WholeArrays) else in_place(update)
+    if not isinstance(tx, WholeArrays):
+        update = in_place(update)
     params, opt_state = update(state.params, state.opt_state, grads)
     state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}

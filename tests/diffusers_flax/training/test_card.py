@@ -14,7 +14,7 @@ from diffusers_flax.training.publishing import write_card
 
 PIPELINE = SimpleNamespace(
     torch_class_name="StableDiffusionInstructPix2PixPipeline",
-    unet=SimpleNamespace(num_condition_images=1),
+    unet=SimpleNamespace(takes_reference=False),
     scheduler=SimpleNamespace(is_flow=False),
 )
 
